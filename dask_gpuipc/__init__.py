@@ -1,0 +1,45 @@
+"""Chunks of dask.array cross between the workers of one node as handles instead of bytes.
+
+>>> from dask_gpuipc import GPUIPCPlugin
+>>> client.register_worker_plugin(GPUIPCPlugin())  # doctest: +SKIP
+
+Importing this package imports neither distributed nor any GPU library; its names do so when they
+are first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dask_gpuipc.report import collect, statistics
+    from dask_gpuipc.worker_plugin import GPUIPCPlugin, dask_setup
+
+__version__ = "0.1.0"
+__all__ = ["GPUIPCPlugin", "__version__", "collect", "dask_setup", "statistics"]
+
+_HOMES = {
+    "GPUIPCPlugin": "worker_plugin",
+    "dask_setup": "worker_plugin",
+    "statistics": "report",
+    "collect": "report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    if name == "GPUIPCPlugin":
+        from dask_gpuipc import _compat
+
+        _compat.add_register_worker_plugin()
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

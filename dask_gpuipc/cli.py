@@ -1,0 +1,91 @@
+"""``dask gpuipc ...``: what people type. A thin layer; each command imports its work when it runs.
+
+Every ``dask`` command loads this module (entry point group ``dask_cli``), so nothing heavy is
+imported at its top.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+
+@click.group()
+def gpuipc() -> None:
+    """See and try how chunks cross between workers of one node as handles."""
+
+
+def _in_bytes(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | None:
+    """Read a size such as ``256 MiB``."""
+    from dask.utils import parse_bytes
+
+    try:
+        return None if text is None else int(parse_bytes(text))
+    except ValueError as error:
+        raise click.BadParameter(
+            f"{text!r} is not a size; write it as '256 MiB', or as a number of bytes"
+        ) from error
+
+
+@gpuipc.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead.")
+@click.option(
+    "--size",
+    metavar="SIZE",
+    callback=_in_bytes,
+    help="Size of the tiled image, such as '256 MiB'.  [default: 128 MiB; 512 MiB on a GPU]",
+)
+@click.option(
+    "--input",
+    "source",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Your image: a .npy file of numbers (2-D or 3-D), or any image file that scikit-image "
+    "reads.  [default: the astronaut of scikit-image]",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=2),
+    help="Worker processes in each cluster.  [default: 4; on GPUs 2, or one for each GPU]",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Counted rounds of each side, after one of each to warm up.",
+)
+def demo(
+    as_json: bool, size: int | None, source: Path | None, workers: int | None, rounds: int
+) -> None:
+    """Run one dask.array job with plain Dask and with the plugin, and compare.
+
+    An image is tiled to the size asked for; an overlap filter, a rechunk, x + x.T, a matrix
+    product and a reduction follow, on local worker processes, with CuPy where there is a GPU and
+    with NumPy elsewhere. Two equal clusters take turns, one without and one with the plugin.
+    Shown are the times, what moved between workers and how, and whether the results are equal;
+    if they are not, the exit code is 1. Progress goes to stderr, the outcome to stdout.
+    """
+    from dask_gpuipc.demo import DemoError, InputError, Request, as_table, run_demo
+
+    request = Request(source=source, nbytes=size, workers=workers, rounds=rounds)
+    try:
+        outcome = run_demo(request, say=_progress)
+    except InputError as error:
+        raise click.BadParameter(str(error), param_hint=f"'{error.option}'") from error
+    except DemoError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(outcome.to_json() if as_json else as_table(outcome))
+    _exit(equal=outcome.equal)
+
+
+def _progress(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _exit(*, equal: bool) -> NoReturn:
+    if not equal:
+        click.echo("Error: the results of plain Dask and the plugin differ", err=True)
+    sys.exit(0 if equal else 1)

@@ -1,0 +1,240 @@
+"""The Dask side: advertise as a consumer, inject handles as a producer, ask again as bytes.
+
+Three hooks into one worker, each put in place by `Hooks.install` and undone by `Hooks.remove`:
+
+- ``worker.rpc.connection_args`` is *replaced* by one whose ``handshake_overrides`` carry the
+  advertisement (the scheduler itself passes overrides there). The dict is shared with
+  ``worker.connection_args`` and must not be changed in place. Idle connections are remade.
+- ``worker.handlers["get_data"]`` is wrapped. Only the side that has the data decides that it goes by
+  handle, and only for a peer that said it can read it: a worker that *asked* for a family that the
+  other side lacks would never get an answer.
+- ``worker.gather_dep`` is wrapped, to ask once more, as bytes, when a handle could not be opened.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, Final
+
+from distributed.core import Status
+from distributed.worker import Worker, get_data_from_worker
+from distributed.worker_state_machine import (
+    GatherDepBusyEvent,
+    GatherDepFailureEvent,
+    GatherDepNetworkFailureEvent,
+    GatherDepSuccessEvent,
+    StateMachineEvent,
+)
+
+from dask_gpuipc.endpoint import Endpoint
+from dask_gpuipc.errors import Refusal, Refused, WireError
+from dask_gpuipc.exporter import Transfer, current_transfer
+from dask_gpuipc.importer import collecting_failures
+from dask_gpuipc.memory.base import Preparation
+from dask_gpuipc.wire import Advertisement, decode, encode
+
+logger = logging.getLogger("distributed.gpuipc")
+
+KEY: Final = "gpuipc"
+"""Of the advertisement in the handshake."""
+OFFER: Final = ["gpuipc", "dask", "pickle"]
+"""Serializers of an answer: Dask's defaults, after our family."""
+PLAIN: Final = ["dask", "pickle", "error"]
+"""Serializers that a request names to be sent bytes."""
+SCHEMES: Final = frozenset({"tcp", "tls", "ws", "wss"})
+"""Comms that serialize, and whose reader takes any family (ucx names its own)."""
+MAX_LEAVES: Final = 10_000
+"""Objects looked at, in one answer, in search of arrays that must be finished."""
+
+
+@functools.lru_cache(maxsize=1024)
+def parse_advertisement(data: bytes) -> Advertisement:
+    """The advertisement from a handshake; `WireError` if it is none of this version."""
+    return decode(Advertisement, data)
+
+
+class Hooks:
+    """The hooks into one worker. Belongs to its event loop."""
+
+    def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
+        self._worker = worker
+        self._endpoint = endpoint
+        self._get_data = worker.handlers["get_data"]
+        self._gather_dep = worker.gather_dep
+        self._connection_args = worker.rpc.connection_args
+        self._installed = False
+
+    def install(self) -> None:
+        """Put the hooks in place."""
+        worker = self._worker
+        self._own_get_data = self._wrap_get_data()
+        self._own_gather_dep = self._wrap_gather_dep()
+        overrides = dict(self._connection_args.get("handshake_overrides") or {})
+        overrides[KEY] = encode(self._endpoint.advertisement)
+        self._own_connection_args = {**self._connection_args, "handshake_overrides": overrides}
+        worker.handlers["get_data"] = self._own_get_data
+        worker.gather_dep = self._own_gather_dep  # type: ignore[method-assign]
+        worker.rpc.connection_args = self._own_connection_args
+        self._installed = True
+        worker.rpc.collect()
+
+    def remove(self) -> None:
+        """Undo them. What somebody else has wrapped since stays, and calls through. Idempotent."""
+        if not self._installed:
+            return
+        self._installed = False
+        worker = self._worker
+        if worker.handlers.get("get_data") is self._own_get_data:
+            worker.handlers["get_data"] = self._get_data
+        if worker.__dict__.get("gather_dep") is self._own_gather_dep:
+            del worker.gather_dep
+        if worker.rpc.connection_args is self._own_connection_args:
+            worker.rpc.connection_args = self._connection_args
+        if worker.rpc.status == Status.running:
+            worker.rpc.collect()
+
+    # -- producer ---------------------------------------------------------------------------------
+
+    def _wrap_get_data(self) -> Any:
+        original = self._get_data
+
+        @functools.wraps(original)
+        async def get_data(
+            comm: Any,
+            keys: Collection[Any],
+            who: str | None = None,
+            serializers: list[str] | None = None,
+            **more: Any,
+        ) -> Any:
+            reason = self._leave_alone(comm, serializers)
+            if reason is not None:
+                self._endpoint.stats.refused(reason)
+                return await original(comm, keys=keys, who=who, serializers=serializers, **more)
+            transfer = await self._begin(comm, keys)
+            token = current_transfer.set(transfer)
+            try:
+                result = await original(comm, keys=keys, who=who, serializers=OFFER, **more)
+                if result == Status.dont_reply:
+                    self._endpoint.exporter.granted(transfer)
+                return result
+            finally:
+                current_transfer.reset(token)
+                # To no effect if it was granted; else the consumer is asked what it has.
+                self._endpoint.exporter.failed(transfer)
+
+        return get_data
+
+    def _leave_alone(self, comm: Any, serializers: list[str] | None) -> Refusal | None:
+        if not self._installed:
+            return Refusal.STOPPING
+        if serializers is not None:
+            return Refusal.NAMED_SERIALIZERS
+        if comm.local_address.partition("://")[0] not in SCHEMES:
+            return Refusal.OTHER_TRANSPORT
+        return None
+
+    async def _begin(self, comm: Any, keys: Collection[Any]) -> Transfer:
+        """Open the transfer for a request; one that only counts, if nothing can go by handle."""
+        exporter = self._endpoint.exporter
+        try:
+            consumer = await self._endpoint.consumer(self._advertised(comm))
+        except Refused as refused:
+            return exporter.begin(None, reason=refused.reason)
+        consumer.channel.drain()  # its last releases and denials
+        return exporter.begin(consumer, await self._prepare(keys))
+
+    def _advertised(self, comm: Any) -> Advertisement:
+        data = (comm.remote_info or {}).get(KEY)
+        if data is None:
+            raise Refused(Refusal.NO_ADVERTISEMENT)
+        try:
+            return parse_advertisement(bytes(data))
+        except (WireError, TypeError) as error:
+            raise Refused(Refusal.WIRE_VERSION, str(error)) from error
+
+    async def _prepare(self, keys: Collection[Any]) -> dict[str, Preparation | None]:
+        """Have the arrays of an answer finished before they are offered.
+
+        The values are fetched here first, so that what has to be unspilled is also finished. An
+        array that turns up later (spilled again in between) is not covered, and goes as bytes.
+        """
+        memories = [m for m in self._endpoint.memories if m.prepares]
+        if not memories:
+            return {}
+        data = self._worker.data
+        leaves = list(_leaves([data[k] for k in keys if k in data]))
+        prepared: dict[str, Preparation | None] = {}
+        for memory in memories:
+            arrays = [x for x in leaves if memory.accepts(x)]
+            prepared[memory.kind] = preparation = memory.prepare(arrays) if arrays else None
+            if preparation is not None:
+                await preparation.wait()
+        return prepared
+
+    # -- consumer ---------------------------------------------------------------------------------
+
+    def _wrap_gather_dep(self) -> Any:
+        original = self._gather_dep
+
+        @functools.wraps(original)
+        async def gather_dep(
+            worker: str, to_gather: Collection[Any], total_nbytes: int, *, stimulus_id: str
+        ) -> StateMachineEvent:
+            with collecting_failures() as failed:
+                event = await original(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
+            if failed and isinstance(event, GatherDepSuccessEvent):
+                logger.info("Asking %s again, as bytes: %s", worker, failed[0])
+                # nothing of the first answer is kept: its arrays are released
+                del event
+                return await self._gather_bytes(worker, to_gather, total_nbytes)
+            return event
+
+        return gather_dep
+
+    async def _gather_bytes(
+        self, worker: str, to_gather: Collection[Any], total_nbytes: int
+    ) -> StateMachineEvent:
+        """What gather_dep does, with serializers that make the producer send bytes."""
+        common: dict[str, Any] = {"worker": worker, "total_nbytes": total_nbytes}
+        try:
+            response = await get_data_from_worker(
+                rpc=self._worker.rpc,
+                keys=to_gather,
+                worker=worker,
+                who=self._worker.address,
+                deserializers=PLAIN,
+            )
+            if response["status"] == "busy":
+                return GatherDepBusyEvent(**common, stimulus_id=f"gather-dep-busy-{time.time()}")
+            return GatherDepSuccessEvent(
+                **common,
+                data=response["data"],
+                stimulus_id=f"gather-dep-success-{time.time()}",
+            )
+        except OSError:
+            logger.info("Worker %s was lost while asked again", worker, exc_info=True)
+            return GatherDepNetworkFailureEvent(
+                **common, stimulus_id=f"gather-dep-network-failure-{time.time()}"
+            )
+        except Exception as error:
+            logger.exception("Data of %s could not be read", worker)
+            return GatherDepFailureEvent.from_exception(
+                error, **common, stimulus_id=f"gather-dep-failed-{time.time()}"
+            )
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """Objects in lists, tuples, sets and dicts, as Dask's serialization walks them."""
+    stack, seen = list(values), 0
+    while stack and seen < MAX_LEAVES:
+        value = stack.pop()
+        seen += 1
+        if type(value) in (list, tuple, set):
+            stack.extend(value)
+        elif type(value) is dict:
+            stack.extend(value.values())
+        else:
+            yield value

@@ -1,0 +1,399 @@
+"""The source side: pins, offers and their settlement.
+
+A `Transfer` is one answer to one request. While it is open, arrays are exported into it, each under
+a lease of its own; then it is granted (the consumer said OK) or failed. The ledger decides; this
+module holds the lock around it and carries its actions out.
+
+`current_transfer` tells the serializer which answer it is writing. A context variable reaches the
+thread on which Dask serializes large messages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from dask_gpuipc import lease
+from dask_gpuipc.channel import Channel
+from dask_gpuipc.errors import ChannelError, ChannelFull, Failure, Refusal, Refused
+from dask_gpuipc.lease import Action, Event, Ledger
+from dask_gpuipc.memory.base import Memory, Pin, Preparation, Rung
+from dask_gpuipc.stats import Statistics
+from dask_gpuipc.wire import (
+    Advertisement,
+    Announce,
+    Answer,
+    Ask,
+    Descriptor,
+    Evicted,
+    Leave,
+    Message,
+    Nack,
+    Release,
+    Withdraw,
+)
+
+logger = logging.getLogger("distributed.gpuipc")
+
+current_transfer: ContextVar[Transfer | None] = ContextVar("gpuipc_transfer", default=None)
+
+Place = tuple[str, int, int]
+"""Memory, allocation, generation."""
+
+# What one failed open says about the next: the handle is bad, or it was bad luck.
+_DENYING = (Failure.STALE, Failure.OPEN_FAILED, Failure.OUT_OF_BOUNDS, Failure.ERROR)
+
+
+class Consumer:
+    """What the exporter knows of one peer. Fields are guarded by `lock`."""
+
+    def __init__(self, them: Advertisement, channel: Channel) -> None:
+        self.peer = them.peer
+        self.them = them
+        self.channel = channel
+        self.lock = threading.Lock()
+        self.announced: set[Place] = set()
+        self.denied: set[Place] = set()
+        self.left = False
+
+    def __repr__(self) -> str:
+        state = "left" if self.left else "here"
+        return f"<Consumer {self.peer[:8]} {state}: {len(self.announced)} announced>"
+
+
+class Transfer:
+    """One answer. Exports may run on any thread, also after it has ended (they are refused).
+
+    Parameters
+    ----------
+    consumer : Consumer or None
+        None makes every export a counted refusal with ``reason``.
+    """
+
+    def __init__(
+        self,
+        exporter: Exporter,
+        number: int,
+        consumer: Consumer | None,
+        prepared: Mapping[str, Preparation | None],
+        reason: Refusal | None,
+    ) -> None:
+        self._exporter = exporter
+        self.number = number
+        self.consumer = consumer
+        self.prepared = prepared
+        self.reason = reason
+
+    def export(self, obj: Any) -> Descriptor:
+        """A descriptor for an array of any memory; raises `Refused`."""
+        return self._exporter.export(self, obj)
+
+
+class Exporter:
+    """Pins and leases of one endpoint. Thread-safe.
+
+    Parameters
+    ----------
+    peer : str
+        This endpoint's id.
+    memories : sequence of Memory
+        Asked in order which one takes an array.
+    min_bytes : mapping
+        By memory, the nominal size in bytes below which an array is refused.
+    transfer : str
+        ``auto``, ``copy`` or ``share``; each memory chooses its rung by it.
+    pinned_limit : int or None
+        Bytes pinned at once, at most.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        memories: Sequence[Memory],
+        stats: Statistics,
+        *,
+        min_bytes: Mapping[str, int],
+        transfer: str = "auto",
+        pinned_limit: int | None = None,
+    ) -> None:
+        self.peer = peer
+        self.stopping = False
+        self._memories = {m.kind: m for m in memories}
+        self._stats = stats
+        self._min_bytes = min_bytes
+        self._smallest = min((min_bytes[kind] for kind in self._memories), default=0)
+        self._rungs = {m.kind: m.rung(transfer) for m in memories}
+        self._ledger = Ledger(pinned_limit)
+        self._lock = threading.Lock()
+        self._transfer_numbers = itertools.count(1)
+        self._lease_numbers = itertools.count(1)
+        self._consumers: dict[str, Consumer] = {}
+        self._warned = False
+
+    def __repr__(self) -> str:
+        with self._lock:
+            return f"<Exporter {self.peer[:8]}: {self._ledger!r}, {len(self._consumers)} consumers>"
+
+    @property
+    def leases(self) -> int:
+        """Leases that live."""
+        with self._lock:
+            return len(self._ledger)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that are pinned for them."""
+        with self._lock:
+            return self._ledger.pinned_bytes
+
+    # -- peers ------------------------------------------------------------------------------------
+
+    def attach(self, them: Advertisement, channel: Channel) -> Consumer:
+        """Begin with a peer, or go on with it over a new channel."""
+        with self._lock:
+            consumer = self._consumers.get(them.peer)
+            disputed = self._ledger.disputed(them.peer)
+            if consumer is None:
+                consumer = self._consumers[them.peer] = Consumer(them, channel)
+        with consumer.lock:
+            consumer.channel = channel
+            consumer.announced.clear()
+        for transfer in disputed:
+            channel.post(Ask(transfer))
+        return consumer
+
+    def consumer(self, peer: str) -> Consumer | None:
+        """A peer that is attached."""
+        return self._consumers.get(peer)
+
+    def consumers(self) -> list[Consumer]:
+        """All peers that are attached."""
+        with self._lock:
+            return list(self._consumers.values())
+
+    def holds(self, peer: str) -> int:
+        """Leases that a peer has."""
+        with self._lock:
+            return self._ledger.held_by(peer)
+
+    def died(self, peer: str) -> None:
+        """A peer's process ended: everything that it held is free."""
+        with self._lock:
+            self._consumers.pop(peer, None)
+        self._handle(lease.PeerDied(peer))
+
+    def forget(self, peer: str) -> None:
+        """Drop a peer that left and holds nothing any more."""
+        with self._lock:
+            if not self._ledger.held_by(peer):
+                self._consumers.pop(peer, None)
+
+    def receive(self, peer: str, message: Message) -> None:
+        """Take a consumer's message in. On any thread; raises nothing."""
+        match message:
+            case Release(leases):
+                self._handle(lease.Released(peer, leases))
+            case Answer(transfer, leases):
+                self._handle(lease.Answered(peer, transfer, leases))
+            case Nack():
+                self._nacked(peer, message)
+            case Evicted(memory, allocation, generation):
+                self._change(peer, evicted=(memory, allocation, generation))
+            case Leave():
+                self._change(peer, left=True)
+            case _:
+                logger.debug("a consumer sent %s", type(message).__name__)
+
+    def _nacked(self, peer: str, nack: Nack) -> None:
+        place = (nack.memory, nack.allocation, nack.generation)
+        self._change(peer, evicted=place, denied=nack.reason in _DENYING)
+        self._handle(lease.Released(peer, (nack.lease,)))
+
+    def _change(
+        self,
+        peer: str,
+        *,
+        evicted: Place | None = None,
+        denied: bool = False,
+        left: bool = False,
+    ) -> None:
+        consumer = self._consumers.get(peer)
+        if consumer is None:
+            return
+        with consumer.lock:
+            consumer.left |= left
+            if evicted is not None:
+                consumer.announced.discard(evicted)
+                if denied:
+                    consumer.denied.add(evicted)
+
+    def withdraw(self, kind: str, allocation: int, generation: int) -> None:
+        """An allocation is gone: let every peer that knows of it forget it."""
+        place = (kind, allocation, generation)
+        for consumer in self.consumers():
+            with consumer.lock:
+                known = place in consumer.announced
+                consumer.announced.discard(place)
+                consumer.denied.discard(place)
+            if known:
+                consumer.channel.post(Withdraw(*place))
+
+    # -- transfers --------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        consumer: Consumer | None,
+        prepared: Mapping[str, Preparation | None] | None = None,
+        reason: Refusal | None = None,
+    ) -> Transfer:
+        """Open a transfer to a peer, or one that only counts why nothing goes by handle."""
+        number = next(self._transfer_numbers)
+        if consumer is not None:
+            self._handle(lease.Opened(number, consumer.peer))
+        return Transfer(self, number, consumer, prepared or {}, reason)
+
+    def granted(self, transfer: Transfer) -> None:
+        """The consumer said OK."""
+        self._handle(lease.Granted(transfer.number))
+
+    def failed(self, transfer: Transfer) -> None:
+        """The answer ended without an OK. May be called after `granted`, to no effect."""
+        self._handle(lease.Failed(transfer.number))
+
+    def export(self, transfer: Transfer, obj: Any) -> Descriptor:
+        """Pin an array, announce its allocation if need be, and offer a lease on it.
+
+        Raises
+        ------
+        Refused
+            With the reason, which has been counted. Nothing else is ever raised.
+        """
+        try:
+            memory = self._memory_of(obj)
+            nbytes = int(obj.nbytes)
+            if nbytes < self._min_bytes[memory.kind]:
+                raise Refused(Refusal.TOO_SMALL)
+        except Refused as refused:
+            if refused.reason is not Refusal.UNSUPPORTED_TYPE or self._is_large(obj):
+                self._stats.refused(refused.reason)
+            raise
+        try:
+            descriptor = self._export(transfer, memory, obj)
+        except Refused as refused:
+            self._count_bytes(refused.reason, nbytes)
+            raise
+        except Exception as error:
+            # Whatever else dumps raised would leave the task pending for ever.
+            self._warn(error)
+            self._count_bytes(Refusal.ERROR, nbytes)
+            raise Refused(Refusal.ERROR, repr(error)) from error
+        self._stats.sent(descriptor.rung, nbytes)
+        return descriptor
+
+    def _memory_of(self, obj: Any) -> Memory:
+        for memory in self._memories.values():
+            if memory.accepts(obj):
+                return memory
+        raise Refused(Refusal.UNSUPPORTED_TYPE, type(obj).__name__)
+
+    def _is_large(self, obj: Any) -> bool:
+        nbytes = getattr(obj, "nbytes", 0)
+        return isinstance(nbytes, int) and nbytes >= max(self._smallest, 1)
+
+    def _count_bytes(self, reason: Refusal, nbytes: int) -> None:
+        self._stats.refused(reason)
+        self._stats.sent(Rung.BYTES.value, nbytes)
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "A chunk goes as bytes because of an unforeseen error; results are right, but "
+                "please report it. Further ones are counted as 'error' and not logged.",
+                exc_info=error,
+            )
+
+    def _export(self, transfer: Transfer, memory: Memory, array: Any) -> Descriptor:
+        consumer = self._admit(transfer, memory, int(array.nbytes))
+        pin = memory.pin(array, transfer.prepared.get(memory.kind))
+        try:
+            self._announce(consumer, memory, pin)
+        except BaseException:
+            pin.release()
+            raise
+        number = next(self._lease_numbers)
+        self._offer(transfer, number, (memory.kind, *pin.block), pin, id(array))
+        return Descriptor(
+            producer=self.peer,
+            consumer=consumer.peer,
+            transfer=transfer.number,
+            lease=number,
+            rung=self._rungs[memory.kind].value,
+            memory=memory.kind,
+            allocation=pin.allocation.id,
+            generation=pin.allocation.generation,
+            layout=pin.layout,
+        )
+
+    def _admit(self, transfer: Transfer, memory: Memory, nbytes: int) -> Consumer:
+        consumer = transfer.consumer
+        if transfer.reason is not None or consumer is None:
+            raise Refused(transfer.reason or Refusal.NO_ADVERTISEMENT)
+        if self.stopping:
+            raise Refused(Refusal.STOPPING)
+        if consumer.left or not consumer.channel.usable:
+            raise Refused(Refusal.PEER_LEFT)
+        if memory.kind not in consumer.them.memories:
+            raise Refused(Refusal.NO_COMMON_MEMORY, memory.kind)
+        with self._lock:
+            if not self._ledger.fits(nbytes):
+                raise Refused(Refusal.BUDGET)
+        return consumer
+
+    def _announce(self, consumer: Consumer, memory: Memory, pin: Pin) -> None:
+        allocation = pin.allocation
+        if allocation.device and allocation.device not in consumer.them.devices:
+            raise Refused(Refusal.OTHER_DEVICE, allocation.device)
+        place = (memory.kind, allocation.id, allocation.generation)
+        with consumer.lock:
+            if place in consumer.denied:
+                raise Refused(Refusal.DENIED, f"{memory.kind} allocation {allocation.id}")
+            if place in consumer.announced:
+                return
+            handle = memory.handle(allocation)
+            announcement = Announce(*place, allocation.nbytes, allocation.device, handle.payload)
+            try:
+                consumer.channel.send(announcement, handle.fds)
+            except ChannelFull as error:
+                raise Refused(Refusal.CHANNEL_FULL, str(error)) from error
+            except ChannelError as error:
+                raise Refused(Refusal.PEER_LEFT, str(error)) from error
+            consumer.announced.add(place)
+
+    def _offer(
+        self, transfer: Transfer, number: int, block: tuple[Any, ...], pin: Pin, source: int
+    ) -> None:
+        offer = lease.Offered(transfer.number, number, pin, block, pin.nbytes, source)
+        refusals = [a for a in self._handle(offer) if isinstance(a, lease.Refuse)]
+        for refusal in refusals:
+            raise Refused(refusal.reason)
+
+    def _handle(self, event: Event) -> list[Action]:
+        with self._lock:
+            actions = self._ledger.handle(event)
+        for action in actions:
+            match action:
+                case lease.Unpin(pin):
+                    pin.release()  # type: ignore[attr-defined]
+                case lease.Ask(peer, transfer):
+                    self._ask(peer, transfer)
+        return actions
+
+    def _ask(self, peer: str, transfer: int) -> None:
+        consumer = self._consumers.get(peer)
+        if consumer is not None:
+            consumer.channel.post(Ask(transfer))

@@ -1,0 +1,533 @@
+"""The consumer side: announcements, mappings, arrays and their releases.
+
+An allocation of another process is opened at most once here, however many arrays lie in it, and
+cached; it is closed when no array of it lives and it has been idle. Each array that shares memory
+holds a lease until the root of its buffer dies; then its release is queued, fenced and sent.
+
+Locks: `Importer._lock` guards the tables and is never held over a call into a memory or a channel;
+each entry's own lock makes an open happen once. The finalizer takes neither, since the garbage
+collector may run it anywhere: it only appends to a queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from dask_gpuipc.channel import Channel
+from dask_gpuipc.errors import Failure, OpenFailed, WireError
+from dask_gpuipc.memory.base import Imported, Memory, Rung
+from dask_gpuipc.memory.base import Mapping as OpenMapping
+from dask_gpuipc.stats import Statistics
+from dask_gpuipc.wire import (
+    MAX_LEASES,
+    Announce,
+    Answer,
+    Ask,
+    Descriptor,
+    Evicted,
+    Leave,
+    Message,
+    Nack,
+    Release,
+    Withdraw,
+)
+
+logger = logging.getLogger("distributed.gpuipc")
+
+MAX_REMEMBERED: Final = 16384
+"""Numbers of loaded leases and barred transfers remembered for each producer."""
+MAX_ANNOUNCED: Final = 4096
+"""Announcements kept; the longest idle one is evicted beyond it."""
+
+failures: ContextVar[list[OpenFailed] | None] = ContextVar("gpuipc_failures", default=None)
+"""Set while somebody stands ready to ask again as bytes; see `collecting_failures`."""
+
+_importers: weakref.WeakValueDictionary[str, Importer] = weakref.WeakValueDictionary()
+
+
+def importer_of(consumer: str) -> Importer:
+    """The importer that a descriptor names; several workers may live in one process."""
+    importer = _importers.get(consumer)
+    if importer is None:
+        raise OpenFailed(Failure.UNKNOWN_CONSUMER, f"no endpoint {consumer[:8]!r} in this process")
+    return importer
+
+
+@contextlib.contextmanager
+def collecting_failures() -> Iterator[list[OpenFailed]]:
+    """Within, a failed load is noted in the list instead of raised, and gives None."""
+    found: list[OpenFailed] = []
+    token = failures.set(found)
+    try:
+        yield found
+    finally:
+        failures.reset(token)
+
+
+class Recent:
+    """The last numbers of a rising sequence; everything older counts as present."""
+
+    def __init__(self, size: int = MAX_REMEMBERED) -> None:
+        self._size = size
+        self._order: deque[int] = deque()
+        self._set: set[int] = set()
+        self._floor = 0
+
+    def __contains__(self, number: int) -> bool:
+        return number <= self._floor or number in self._set
+
+    def add(self, number: int) -> None:
+        """Remember a number."""
+        if number in self._set:
+            return
+        self._set.add(number)
+        self._order.append(number)
+        if len(self._order) > self._size:
+            oldest = self._order.popleft()
+            self._set.discard(oldest)
+            self._floor = max(self._floor, oldest)
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One announced allocation, and its mapping once it was opened."""
+
+    announcement: Announce
+    fds: tuple[int, ...]
+    uses: int = 0
+    last_use: float = 0.0
+    withdrawn: bool = False
+    mapping: OpenMapping | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        a = self.announcement
+        return (a.memory, a.allocation, a.generation)
+
+
+@dataclass(eq=False)
+class Producer:
+    """What the importer knows of one peer. Guarded by the importer's lock."""
+
+    peer: str
+    channel: Channel | None = None
+    entries: dict[tuple[str, int, int], _Entry] = field(default_factory=dict)
+    held: dict[int, tuple[int, _Entry]] = field(default_factory=dict)
+    transfers: dict[int, set[int]] = field(default_factory=dict)
+    loaded: Recent = field(default_factory=Recent)
+    barred: Recent = field(default_factory=Recent)
+    dead: bool = False
+    left: bool = False
+
+    def __repr__(self) -> str:
+        state = "dead" if self.dead else "left" if self.left else "here"
+        return f"<Producer {self.peer[:8]} {state}: {len(self.held)} held>"
+
+
+@dataclass(frozen=True, slots=True)
+class IdleLimits:
+    """How many mappings of one memory may be open without an array in them, and for how long."""
+
+    count: int = 64
+    seconds: float = 60.0
+
+
+class Importer:
+    """Mappings and held leases of one endpoint. Thread-safe.
+
+    Parameters
+    ----------
+    peer : str
+        This endpoint's id, by which descriptors find it.
+    wake : callable
+        Takes no argument, may be called from any thread and from finalizers; has `flush` called
+        soon on the loop.
+    idle : mapping
+        `IdleLimits` by memory.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        memories: Sequence[Memory],
+        stats: Statistics,
+        wake: Callable[[], None],
+        *,
+        idle: Mapping[str, IdleLimits] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.peer = peer
+        self._memories = {m.kind: m for m in memories}
+        self._stats = stats
+        self._wake = wake
+        self._idle = idle or {}
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._producers: dict[str, Producer] = {}
+        self._ended: deque[tuple[Producer, int, str]] = deque()
+        self._closed = False
+        _importers[peer] = self
+
+    def __repr__(self) -> str:
+        with self._lock:
+            return (
+                f"<Importer {self.peer[:8]}: {sum(len(p.held) for p in self._producers.values())} "
+                f"held, {len(self._producers)} producers>"
+            )
+
+    @property
+    def holding(self) -> int:
+        """Leases of others that arrays here hold."""
+        with self._lock:
+            return sum(len(p.held) for p in self._producers.values())
+
+    def mappings(self) -> tuple[int, int]:
+        """Number and bytes of the allocations that are open."""
+        with self._lock:
+            open_now = [
+                e.mapping.nbytes
+                for p in self._producers.values()
+                for e in p.entries.values()
+                if e.mapping is not None
+            ]
+        return len(open_now), sum(open_now)
+
+    # -- peers ------------------------------------------------------------------------------------
+
+    def attach(self, peer: str) -> Producer:
+        """Begin with a producer, or go on with it; the caller sets its channel."""
+        with self._lock:
+            return self._producers.setdefault(peer, Producer(peer))
+
+    def detach(self, producer: Producer, channel: Channel) -> None:
+        """The channel ended while the process lives: what is held stays held."""
+        with self._lock:
+            if producer.channel is channel:
+                producer.channel = None
+
+    def died(self, producer: Producer) -> None:
+        """A producer's process ended. Arrays in its memory live on; nobody waits for releases."""
+        with self._lock:
+            producer.dead = True
+            producer.channel = None
+            if not producer.held:
+                self._producers.pop(producer.peer, None)
+            gone = list(producer.entries.values())
+            for entry in gone:
+                entry.withdrawn = True
+            idle = [e for e in gone if not e.uses]
+        self._close(producer, idle)
+
+    def receive(self, producer: Producer, message: Message, fds: tuple[int, ...]) -> None:
+        """Take a producer's message in; owns the descriptors. On any thread; raises nothing."""
+        if not isinstance(message, Announce):
+            _close_fds(fds)
+        match message:
+            case Announce():
+                self._announced(producer, message, fds)
+            case Withdraw(memory, allocation, generation):
+                self._withdraw(producer, (memory, allocation, generation))
+            case Ask(transfer):
+                self._answer(producer, transfer)
+            case Leave():
+                producer.left = True
+            case _:
+                logger.debug("a producer sent %s", type(message).__name__)
+
+    def _announced(self, producer: Producer, announce: Announce, fds: tuple[int, ...]) -> None:
+        memory = self._memories.get(announce.memory)
+        entry = _Entry(announce, fds, last_use=self._clock())
+        if memory is None or announce.nbytes <= 0:
+            _close_fds(fds)
+            return
+        with self._lock:
+            known = producer.entries.get(entry.place)
+            if known is None and not self._closed:
+                producer.entries[entry.place] = entry
+        if known is not None or self._closed:
+            _close_fds(fds)  # announced again over a new channel
+            return
+        self._supersede(producer, entry)
+        if memory.executor is not None:
+            memory.executor.submit(self._open_ahead, memory, entry)
+
+    def _supersede(self, producer: Producer, entry: _Entry) -> None:
+        """Let go of what the same allocation was before, and of too much."""
+        with self._lock:
+            old = [
+                e
+                for e in producer.entries.values()
+                if e is not entry and e.place[:2] == entry.place[:2]
+            ]
+            for e in old:
+                e.withdrawn = True
+            drop = [e for e in old if not e.uses]
+            if len(producer.entries) > MAX_ANNOUNCED:
+                idle = [e for e in producer.entries.values() if not e.uses and e is not entry]
+                drop += sorted(idle, key=lambda e: e.last_use)[: MAX_ANNOUNCED // 8]
+        self._close(producer, drop, forget=True)
+
+    def _open_ahead(self, memory: Memory, entry: _Entry) -> None:
+        # A failure comes again, and is told, when an array is loaded.
+        with contextlib.suppress(OpenFailed):
+            self._opened(memory, entry)
+
+    def _withdraw(self, producer: Producer, place: tuple[str, int, int]) -> None:
+        with self._lock:
+            entry = producer.entries.get(place)
+            if entry is None:
+                return
+            entry.withdrawn = True
+            idle = not entry.uses
+        if idle:
+            self._close(producer, [entry])
+
+    def _answer(self, producer: Producer, transfer: int) -> None:
+        """Tell what is held of a transfer; what was not loaded by now never will be."""
+        with self._lock:
+            producer.barred.add(transfer)
+            leases = tuple(producer.transfers.get(transfer, ()))
+            channel = producer.channel
+        if channel is not None:
+            channel.post(Answer(transfer, leases))
+
+    # -- arrays -----------------------------------------------------------------------------------
+
+    def load(self, descriptor: Descriptor) -> Any:
+        """The array of a descriptor.
+
+        Runs on the loop or on any thread; waits for nothing slower than opening a handle.
+
+        Raises
+        ------
+        OpenFailed
+            With the reason, which has been counted and told to the producer. Nothing else.
+        """
+        try:
+            return self._load(descriptor)
+        except OpenFailed as failed:
+            self._failed(descriptor, failed.reason)
+            raise
+        except Exception as error:
+            # Whatever else loads raised would leave the task pending for ever.
+            logger.warning("A descriptor could not be loaded", exc_info=error)
+            self._failed(descriptor, Failure.ERROR)
+            raise OpenFailed(Failure.ERROR, repr(error)) from error
+
+    def _load(self, descriptor: Descriptor) -> Any:
+        producer = self._producers.get(descriptor.producer)
+        if producer is None:
+            raise OpenFailed(Failure.UNKNOWN_PEER, f"no channel to {descriptor.producer[:8]!r}")
+        if producer.channel is not None:
+            producer.channel.drain()  # the announcement was sent before the descriptor
+        entry = self._take(producer, descriptor)
+        memory = self._memories[descriptor.memory]
+        try:
+            mapping = self._opened(memory, entry)
+            imported = memory.load(mapping, descriptor.layout, Rung(descriptor.rung))
+        except BaseException:
+            self._give_back(producer, [descriptor.lease])
+            raise
+        self._watch(producer, descriptor, imported)
+        self._stats.received(imported.rung.value, descriptor.layout.nbytes)
+        return imported.array
+
+    def _take(self, producer: Producer, descriptor: Descriptor) -> _Entry:
+        place = (descriptor.memory, descriptor.allocation, descriptor.generation)
+        with self._lock:
+            entry = producer.entries.get(place)
+            if descriptor.transfer in producer.barred:
+                raise OpenFailed(Failure.BARRED, f"transfer {descriptor.transfer}")
+            if descriptor.lease in producer.loaded:
+                raise OpenFailed(Failure.BARRED, f"lease {descriptor.lease} was loaded before")
+            if entry is None:
+                raise OpenFailed(Failure.EVICTED, f"{place} is not announced")
+            _check_inside(descriptor, entry.announcement)
+            producer.loaded.add(descriptor.lease)
+            producer.held[descriptor.lease] = (descriptor.transfer, entry)
+            producer.transfers.setdefault(descriptor.transfer, set()).add(descriptor.lease)
+            entry.uses += 1
+            return entry
+
+    def _opened(self, memory: Memory, entry: _Entry) -> OpenMapping:
+        with entry.lock:
+            if entry.mapping is not None:
+                self._stats.hit()
+                return entry.mapping
+            fds, entry.fds = entry.fds, ()
+            entry.mapping = memory.open(entry.announcement, fds)
+            self._stats.opened()
+            return entry.mapping
+
+    def _watch(self, producer: Producer, descriptor: Descriptor, imported: Imported) -> None:
+        end = (producer, descriptor.lease, descriptor.memory)
+        if imported.owner is not None:
+            finalizer = weakref.finalize(imported.owner, _ended, self._ended, self._wake, end)
+            finalizer.atexit = False
+        elif imported.done is not None:
+            imported.done.add_done_callback(
+                lambda _: self._give_back(producer, [descriptor.lease], tell=True)
+            )
+
+    def _failed(self, descriptor: Descriptor, reason: Failure) -> None:
+        self._stats.failed(reason)
+        producer = self._producers.get(descriptor.producer)
+        if producer is not None and producer.channel is not None:
+            place = (descriptor.memory, descriptor.allocation, descriptor.generation)
+            producer.channel.post(Nack(descriptor.lease, reason, *place))
+
+    # -- releases ---------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Fence and send the releases that finalizers queued. On the loop's thread."""
+        ended: dict[str, list[tuple[Producer, int]]] = {}
+        while self._ended:
+            producer, lease, kind = self._ended.popleft()
+            ended.setdefault(kind, []).append((producer, lease))
+        for kind, batch in ended.items():
+            fence = self._memories[kind].fence()
+            if fence is None:
+                self._release(batch)
+            else:
+                fence.add_done_callback(lambda _, batch=batch: self._release(batch))  # type: ignore[misc]
+
+    def _release(self, batch: Iterable[tuple[Producer, int]]) -> None:
+        by_producer: dict[Producer, list[int]] = {}
+        for producer, lease in batch:
+            by_producer.setdefault(producer, []).append(lease)
+        for producer, leases in by_producer.items():
+            self._give_back(producer, leases, tell=True)
+
+    def _give_back(self, producer: Producer, leases: list[int], tell: bool = False) -> None:
+        now = self._clock()
+        unused = []
+        with self._lock:
+            channel = producer.channel
+            for lease in leases:
+                transfer, entry = producer.held.pop(lease, (0, None))
+                if entry is None:
+                    continue
+                mine = producer.transfers.get(transfer, set())
+                mine.discard(lease)
+                if not mine:
+                    producer.transfers.pop(transfer, None)
+                entry.uses -= 1
+                entry.last_use = now
+                if entry.withdrawn and not entry.uses:
+                    unused.append(entry)
+            if producer.dead and not producer.held:
+                self._producers.pop(producer.peer, None)
+        if tell and channel is not None:
+            for i in range(0, len(leases), MAX_LEASES):
+                channel.post(Release(tuple(leases[i : i + MAX_LEASES])))
+        self._close(producer, unused)
+
+    # -- mappings ---------------------------------------------------------------------------------
+
+    def trim(self) -> None:
+        """Close what has been idle for too long, or is too much."""
+        now = self._clock()
+        with self._lock:
+            producers = list(self._producers.values())
+        for producer in producers:
+            for kind, limits in self._idle.items():
+                self._close(producer, self._overdue(producer, kind, limits, now), forget=True)
+
+    def collect(self) -> None:
+        """Close every mapping that no array is in."""
+        with self._lock:
+            producers = list(self._producers.values())
+        for producer in producers:
+            for kind in self._memories:
+                idle = self._overdue(producer, kind, IdleLimits(0, 0.0), float("inf"))
+                self._close(producer, idle, forget=True)
+
+    def _overdue(
+        self, producer: Producer, kind: str, limits: IdleLimits, now: float
+    ) -> list[_Entry]:
+        with self._lock:
+            idle = [
+                e
+                for e in producer.entries.values()
+                if e.mapping is not None and not e.uses and e.announcement.memory == kind
+            ]
+        idle.sort(key=lambda e: e.last_use)
+        surplus = max(0, len(idle) - limits.count)
+        return [e for i, e in enumerate(idle) if i < surplus or now - e.last_use > limits.seconds]
+
+    def _close(self, producer: Producer, entries: list[_Entry], forget: bool = False) -> None:
+        """Forget entries and close their mappings, each on its memory's executor.
+
+        ``forget`` tells the producer that a handle is gone for good, so that it announces anew.
+        """
+        for entry in entries:
+            with self._lock:
+                if entry.uses:
+                    continue  # an array was loaded meanwhile
+                producer.entries.pop(entry.place, None)
+                entry.withdrawn = True
+                channel = producer.channel
+            if forget and channel is not None:
+                channel.post(Evicted(*entry.place))
+            memory = self._memories[entry.announcement.memory]
+            if memory.executor is None:
+                _close_entry(entry)
+            else:
+                memory.executor.submit(_close_entry, entry)
+
+    def close(self) -> None:
+        """Take no announcements any more, and close what no array is in. Idempotent."""
+        self._closed = True
+        self.collect()
+        with self._lock:
+            pairs = [(p, list(p.entries.values())) for p in self._producers.values()]
+        for producer, entries in pairs:
+            self._close(producer, entries)
+
+
+def _ended(
+    queue: deque[tuple[Producer, int, str]],
+    wake: Callable[[], None],
+    end: tuple[Producer, int, str],
+) -> None:
+    # Runs wherever the garbage collector runs: no lock, no call that could need one.
+    queue.append(end)
+    wake()
+
+
+def _close_entry(entry: _Entry) -> None:
+    with entry.lock:
+        mapping, entry.mapping = entry.mapping, None
+        fds, entry.fds = entry.fds, ()
+    _close_fds(fds)
+    if mapping is not None:
+        mapping.close()
+
+
+def _close_fds(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _check_inside(descriptor: Descriptor, announcement: Announce) -> None:
+    try:
+        low, high = descriptor.layout.extent()
+        Rung(descriptor.rung)
+    except (WireError, ValueError) as error:
+        raise OpenFailed(Failure.MALFORMED, str(error)) from error
+    if low < 0 or high > announcement.nbytes:
+        raise OpenFailed(
+            Failure.OUT_OF_BOUNDS,
+            f"bytes {low} to {high} of an allocation of {announcement.nbytes}",
+        )

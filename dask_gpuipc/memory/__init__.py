@@ -1,0 +1,1 @@
+"""The kinds of memory that can be shared, behind one protocol (`dask_gpuipc.memory.base`)."""

@@ -1,0 +1,539 @@
+"""Host memory: arenas in memfds, shared by file descriptor, imported copy-on-write.
+
+Exporting copies an array once into a page-aligned slot of an arena; importing maps that slot
+``MAP_PRIVATE``, so no byte is copied and the receiver may write. Nothing is left behind whoever
+dies: a memfd has no name, and the kernel frees it with its last descriptor and mapping.
+
+Rules that the kernel imposes
+-----------------------------
+- A ``MAP_PRIVATE`` page shows its owner's later writes until it is written itself, so a slot is
+  recycled only when its lease is over, and a private mapping is never kept for a second import.
+- Writing to a page that the kernel cannot provide is a SIGBUS through a mapping, but an error
+  through ``pwrite``: fresh pages are always written by ``pwrite``.
+- Mapped shared pages count in the RSS of each process that maps them, and Dask pauses workers by
+  RSS. Near the limit the arenas' pages are dropped from this process's page tables
+  (``MADV_DONTNEED`` on a shared mapping loses nothing) and slots are written by ``pwrite``.
+- A file that shrinks under a mapping is a SIGBUS in the reader: arenas are sealed against it, and
+  an importer refuses what is not.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from dask_gpuipc import process
+from dask_gpuipc.dtypes import decode_dtype, encode_dtype
+from dask_gpuipc.errors import Failure, MemoryUnavailable, OpenFailed, Refusal, Refused
+from dask_gpuipc.memory.base import Allocation, Handle, Imported, Mapping, Pin, Preparation, Rung
+from dask_gpuipc.wire import Announce, Layout
+
+PAGE: Final = mmap.PAGESIZE
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+MAX_WRITE: Final = 0x7FFFF000
+"""Bytes that one pwrite takes at most (Linux)."""
+PUNCH_HOLE: Final = 0x01 | 0x02
+"""FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_NORESERVE = 0x4000
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+class Extents:
+    """Free extents of one arena, first fit, neighbours joined. Not thread-safe."""
+
+    def __init__(self, size: int) -> None:
+        self._free: list[tuple[int, int]] = [(0, size)]
+
+    def __iter__(self) -> Any:
+        return iter(self._free)
+
+    def take(self, nbytes: int) -> int | None:
+        """Offset of the first extent that is large enough, cut to size; None if there is none."""
+        for i, (start, stop) in enumerate(self._free):
+            if stop - start >= nbytes:
+                if stop - start == nbytes:
+                    del self._free[i]
+                else:
+                    self._free[i] = (start + nbytes, stop)
+                return start
+        return None
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Take an extent back."""
+        i = bisect.bisect_left(self._free, (offset, offset))
+        start, stop = offset, offset + nbytes
+        if i < len(self._free) and self._free[i][0] == stop:
+            stop = self._free.pop(i)[1]
+        if i and self._free[i - 1][1] == start:
+            start = self._free.pop(i - 1)[0]
+            i -= 1
+        self._free.insert(i, (start, stop))
+
+
+class Arena:
+    """One memfd and its slots. Not thread-safe but for `write`, on slots that are apart."""
+
+    def __init__(self, number: int, size: int) -> None:
+        self.allocation = Allocation(id=number, generation=0, nbytes=size)
+        self.live = 0
+        self.touched = 0
+        """No page at or above this offset was ever written."""
+        self.punched = False
+        """Pages below `touched` were given back, so any of them may be fresh."""
+        self.loose = False
+        """Slots were freed since the free extents were last given back."""
+        self.extents = Extents(size)
+        self.fd = os.memfd_create("dask-gpuipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.shared_fd = -1
+        try:
+            os.ftruncate(self.fd, size)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+            # Peers get a descriptor that cannot write: a stray write of theirs fails.
+            self.shared_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            self._map = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED)
+        except BaseException:
+            self._close_fds()
+            raise
+
+    def write(self, offset: int, array: np.ndarray[Any, Any], target: Layout, fresh: bool) -> None:
+        """Copy an array's elements into a slot."""
+        contiguous = array.flags.c_contiguous or array.flags.f_contiguous
+        if not fresh and not contiguous:
+            view: np.ndarray[Any, Any] = np.ndarray(
+                array.shape, array.dtype, self._map, offset, target.strides
+            )
+            np.copyto(view, array)
+            return
+        data = _flat(array if contiguous else np.ascontiguousarray(array))
+        if fresh:
+            _pwrite(self.fd, data, offset)
+        else:
+            flat: np.ndarray[Any, Any] = np.ndarray(data.shape, data.dtype, self._map, offset)
+            np.copyto(flat, data)
+
+    def unmap_pages(self) -> None:
+        """Drop the pages from this process's RSS; their bytes stay in the memfd."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def punch(self) -> None:
+        """Give the memory of all free extents back to the system."""
+        for start, stop in self.extents:
+            stop = min(stop, _pages(self.touched))
+            if start < stop:
+                _libc.fallocate(self.fd, PUNCH_HOLE, start, stop - start)
+        self.loose = False
+        self.punched = self.live > 0
+        if not self.live:
+            self.touched = 0
+
+    def close(self) -> None:
+        """Unmap and close; importers keep what they have."""
+        self._map.close()
+        self._close_fds()
+
+    def _close_fds(self) -> None:
+        for fd in (self.fd, self.shared_fd):
+            if fd >= 0:
+                os.close(fd)
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    arena: Arena
+    offset: int
+    room: int
+    layout: Layout
+    key: int
+    ref: weakref.ref[np.ndarray[Any, Any]]
+    uses: int = 1
+
+
+class HostMemory:
+    """NumPy arrays over shared host memory; implements `memory.base.Memory`. Thread-safe.
+
+    Parameters
+    ----------
+    arena_size : int
+        Bytes of one arena. Arenas are sparse; a larger array gets one of its own.
+    limit : int, optional
+        Above so many touched bytes, free memory is given back before more is taken.
+    resident_limit : int, optional
+        When the process's RSS would exceed this, arenas are kept out of it.
+    idle_timeout : float
+        Seconds without an export after which free memory is given back.
+    clock : callable
+        Monotonic seconds.
+
+    Raises
+    ------
+    MemoryUnavailable
+        The system has no sealable memfd, or no /proc.
+    """
+
+    kind = "host"
+    executor: Executor | None = None
+    prepares = False
+
+    def __init__(
+        self,
+        arena_size: int = 256 << 20,
+        limit: int | None = None,
+        resident_limit: int | None = None,
+        idle_timeout: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._arena_size = _pages(max(arena_size, PAGE))
+        self._limit = limit
+        self._resident_limit = resident_limit
+        self._idle_timeout = idle_timeout
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._arenas: dict[int, Arena] = {}
+        self._slots: dict[int, _Slot] = {}
+        self._last_use = clock()
+        self._resident = False
+        self._closed = False
+        self._probe()
+
+    def __repr__(self) -> str:
+        with self._lock:
+            live = sum(a.live for a in self._arenas.values())
+            touched = sum(a.touched for a in self._arenas.values())
+        return f"<HostMemory: {len(self._arenas)} arenas, {live} slots, {touched} bytes touched>"
+
+    def _probe(self) -> None:
+        try:
+            Arena(0, PAGE).close()
+            process.rss()
+        except (OSError, AttributeError) as error:
+            raise MemoryUnavailable(
+                f"shared host memory needs Linux with sealable memfds and /proc: {error}"
+            ) from error
+
+    # -- exporter ---------------------------------------------------------------------------------
+
+    def accepts(self, obj: object) -> bool:
+        """Exactly ``numpy.ndarray``: subclasses carry more than their bytes."""
+        return type(obj) is np.ndarray
+
+    def devices(self) -> tuple[str, ...]:
+        """No devices: host memory is everywhere on the node."""
+        return ()
+
+    def prepare(self, arrays: Sequence[Any]) -> Preparation | None:
+        """Host arrays are always finished."""
+        return None
+
+    def pin(self, array: np.ndarray[Any, Any], prepared: Preparation | None) -> Pin:
+        """Copy an array into a slot, or find the slot that already holds a copy of it.
+
+        A live array that is exported again while a lease on its copy lives shares that copy: a
+        chunk that is fetched by many workers is copied once.
+        """
+        dtype = encode_dtype(array.dtype)
+        with self._lock:
+            self._last_use = self._clock()
+            slot = self._reuse(array, dtype)
+        if slot is None:
+            slot = self._fill(array, dtype)
+        return Pin(
+            allocation=slot.arena.allocation,
+            layout=slot.layout,
+            nbytes=slot.room,
+            release=partial(self._release, slot),
+        )
+
+    def _reuse(self, array: np.ndarray[Any, Any], dtype: str) -> _Slot | None:
+        slot = self._slots.get(id(array))
+        # ids are reused, and an array's shape can be set in place
+        if slot is None or slot.ref() is not array:
+            return None
+        kept = slot.layout
+        if (kept.dtype, kept.shape, kept.writeable) != (dtype, array.shape, array.flags.writeable):
+            return None
+        slot.uses += 1
+        return slot
+
+    def _fill(self, array: np.ndarray[Any, Any], dtype: str) -> _Slot:
+        solid = _without_broadcast(array)
+        strides = _strides(array, solid)
+        room = _pages(solid.nbytes)
+        try:
+            arena, offset, fresh = self._take(room)
+        except (OSError, ValueError) as error:
+            raise Refused(Refusal.NO_MEMORY, f"an arena for {room} bytes: {error}") from error
+        layout = Layout(
+            offset, dtype, array.itemsize, array.shape, strides, bool(array.flags.writeable)
+        )
+        slot = _Slot(arena, offset, room, layout, id(array), weakref.ref(array))
+        try:
+            arena.write(offset, solid, layout, fresh or self._pressed(room))
+        except (OSError, MemoryError) as error:
+            self._release(slot)
+            raise Refused(Refusal.NO_MEMORY, f"{room} bytes of an arena: {error}") from error
+        with self._lock:
+            self._slots[slot.key] = slot
+        return slot
+
+    def _take(self, room: int) -> tuple[Arena, int, bool]:
+        with self._lock:
+            if self._closed:
+                raise Refused(Refusal.STOPPING)
+            self._make_room(room)
+            for arena in self._arenas.values():
+                offset = arena.extents.take(room)
+                if offset is not None:
+                    break
+            else:
+                arena = Arena(next(self._numbers), max(room, self._arena_size))
+                self._arenas[arena.allocation.id] = arena
+                offset = arena.extents.take(room)
+                assert offset is not None
+            arena.live += 1
+            fresh = arena.punched or offset + room > arena.touched
+            arena.touched = max(arena.touched, offset + room)
+            return arena, offset, fresh
+
+    def _make_room(self, room: int) -> None:
+        if self._limit is None:
+            return
+        if sum(a.touched for a in self._arenas.values()) + room > self._limit:
+            for arena in self._arenas.values():
+                if not arena.live:
+                    arena.punch()
+
+    def _pressed(self, nbytes: int) -> bool:
+        """Whether the slot must be written without mapping it; drops mapped pages if so."""
+        if self._resident_limit is None or process.rss() + nbytes <= self._resident_limit:
+            self._resident = True
+            return False
+        self._unmap_pages()
+        return True
+
+    def _unmap_pages(self) -> None:
+        with self._lock:
+            if self._resident:
+                for arena in self._arenas.values():
+                    arena.unmap_pages()
+            self._resident = False
+
+    def _release(self, slot: _Slot) -> None:
+        with self._lock:
+            slot.uses -= 1
+            if slot.uses:
+                return
+            if self._slots.get(slot.key) is slot:
+                del self._slots[slot.key]
+            arena = slot.arena
+            arena.live -= 1
+            arena.loose = True
+            arena.extents.give(slot.offset, slot.room)
+            if self._closed and not arena.live:
+                del self._arenas[arena.allocation.id]
+                arena.close()
+
+    def handle(self, allocation: Allocation) -> Handle:
+        """The arena's read-only descriptor."""
+        with self._lock:
+            arena = self._arenas.get(allocation.id)
+            if arena is None:
+                raise Refused(Refusal.NO_MEMORY, f"arena {allocation.id} is closed")
+            return Handle(fds=(arena.shared_fd,))
+
+    # -- importer ---------------------------------------------------------------------------------
+
+    def open(self, announcement: Announce, fds: Sequence[int]) -> Mapping:
+        """Keep the descriptor, after a look at what it is."""
+        try:
+            if len(fds) != 1:
+                raise OpenFailed(Failure.OPEN_FAILED, f"1 descriptor wanted, got {len(fds)}")
+            return _Mapped(_checked_fd(fds[0], announcement.nbytes), announcement.nbytes)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+
+    def load(self, mapping: Mapping, layout: Layout, rung: Rung) -> Imported:
+        """Map the pages of one array, private to this process."""
+        assert isinstance(mapping, _Mapped)
+        low, high = layout.extent()
+        start = low // PAGE * PAGE
+        block = _map_private(mapping.fd, start, high - start)
+        base = np.asarray(block)
+        array: np.ndarray[Any, Any] = np.ndarray(
+            layout.shape,
+            decode_dtype(layout.dtype),
+            base,  # type: ignore[arg-type]
+            layout.offset - start,
+            layout.strides,
+        )
+        if not layout.writeable:
+            array.flags.writeable = False
+        return Imported(array, Rung.SHARE, owner=block)
+
+    def rung(self, preferred: str) -> Rung:
+        """Always shared: copy-on-write makes it the receiver's own."""
+        return Rung.SHARE
+
+    def fence(self) -> Future[None] | None:
+        """Reads of host memory end with the last reference."""
+        return None
+
+    # -- both -------------------------------------------------------------------------------------
+
+    def trim(self) -> Sequence[Allocation]:
+        """Leave the RSS when it is high, and give idle memory back."""
+        limit = self._resident_limit
+        if self._resident and limit is not None and process.rss() > limit:
+            self._unmap_pages()
+        with self._lock:
+            if not self._arenas or self._clock() - self._last_use < self._idle_timeout:
+                return ()
+            return self._shrink()
+
+    def collect(self) -> Sequence[Allocation]:
+        """Give all memory back that no lease holds, now."""
+        with self._lock:
+            return self._shrink()
+
+    def _shrink(self) -> list[Allocation]:
+        gone = [a for a in self._arenas.values() if not a.live]
+        for arena in gone:
+            del self._arenas[arena.allocation.id]
+            arena.close()
+        for arena in self._arenas.values():
+            if arena.loose:
+                arena.punch()
+        return [arena.allocation for arena in gone]
+
+    def close(self) -> None:
+        """Close the arenas that no lease holds; the others follow with their last lease."""
+        with self._lock:
+            self._closed = True
+            for number, arena in list(self._arenas.items()):
+                if not arena.live:
+                    del self._arenas[number]
+                    arena.close()
+
+
+@dataclass(eq=False, slots=True)
+class _Mapped:
+    """An arena of another process: its descriptor. Each import maps its own pages."""
+
+    fd: int
+    nbytes: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def close(self) -> None:
+        with self._lock:
+            fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class _Block:
+    """Mapped pages, and the root of every array over them."""
+
+    __slots__ = ("__array_interface__", "__weakref__")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _map_private(fd: int, offset: int, nbytes: int) -> _Block:
+    # not mmap.mmap: before Python 3.13 it keeps a duplicate of the descriptor for each mapping
+    address = _libc.mmap(
+        None,
+        nbytes,
+        mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.MAP_PRIVATE | _MAP_NORESERVE,
+        fd,
+        offset,
+    )
+    if address is None or address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        reason = Failure.NO_MEMORY if number == errno.ENOMEM else Failure.OPEN_FAILED
+        raise OpenFailed(reason, f"mmap of {nbytes} bytes at {offset}: {os.strerror(number)}")
+    block = _Block(address, nbytes)
+    weakref.finalize(block, _libc.munmap, address, nbytes).atexit = False
+    return block
+
+
+def _checked_fd(fd: int, nbytes: int) -> int:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        size = os.fstat(fd).st_size
+    except OSError as error:
+        raise OpenFailed(Failure.OPEN_FAILED, f"not a memfd: {error}") from error
+    if not seals & fcntl.F_SEAL_SHRINK or size < nbytes:
+        raise OpenFailed(
+            Failure.OPEN_FAILED,
+            f"arena of {size} bytes, seals {seals:#x}; announced were {nbytes} bytes, sealed "
+            "against shrinking",
+        )
+    return fd
+
+
+def _pwrite(fd: int, data: np.ndarray[Any, Any], offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view[:MAX_WRITE], offset)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        view = view[written:]
+        offset += written
+
+
+def _flat(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The bytes of a contiguous array, padding of structured dtypes included."""
+    order = array if array.flags.c_contiguous else array.T
+    return order.reshape(-1).view(np.uint8)
+
+
+def _without_broadcast(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The part of an array that has bytes of its own: axes of stride zero cut to length one."""
+    if 0 not in array.strides:
+        return array
+    return array[tuple(slice(None) if s else slice(1) for s in array.strides)]
+
+
+def _strides(array: np.ndarray[Any, Any], solid: np.ndarray[Any, Any]) -> tuple[int, ...]:
+    """Strides of the copy: contiguous in the order that plain Dask keeps, zero where broadcast."""
+    fortran = solid.flags.f_contiguous and not solid.flags.c_contiguous
+    axes = range(solid.ndim) if fortran else range(solid.ndim - 1, -1, -1)
+    strides, step = [0] * solid.ndim, array.itemsize
+    for axis in axes:
+        strides[axis] = step if array.strides[axis] or array.shape[axis] == 1 else 0
+        step *= solid.shape[axis]
+    return tuple(strides)

@@ -1,0 +1,83 @@
+"""Who a process is: identity that survives pid reuse, its node, its namespaces, its death."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from dask_gpuipc.errors import MemoryUnavailable
+
+NAMESPACES = ("ipc", "mnt", "pid", "user")
+"""Those that must be equal: handles, sockets and pids mean the same only inside them."""
+
+
+def start_time(pid: int) -> int:
+    """Clock ticks after boot at which a process began.
+
+    Raises
+    ------
+    ProcessLookupError
+        There is no such process (or /proc does not show it).
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            text = stat.read()
+    except FileNotFoundError as error:
+        raise ProcessLookupError(f"no process {pid} in /proc") from error
+    # Field 2 is the program's name in parentheses, and may hold spaces and parentheses itself.
+    return int(text.rpartition(b")")[2].split()[19])
+
+
+@functools.cache
+def boot_id() -> str:
+    """The kernel's random id of this boot: equal for two processes of one running kernel."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+@functools.cache
+def overflow_uid() -> int:
+    """The uid by which the kernel names users of foreign user namespaces."""
+    try:
+        with open("/proc/sys/kernel/overflowuid") as file:
+            return int(file.read())
+    except OSError:
+        return 65534
+
+
+def namespaces() -> tuple[str, ...]:
+    """Identities of this process's namespaces, in the order of `NAMESPACES`."""
+    return tuple(os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES)
+
+
+def open_pidfd(pid: int, started: int) -> int:
+    """A descriptor that becomes readable when this very process ends; close-on-exec.
+
+    Raises
+    ------
+    ProcessLookupError
+        The process has ended, or its pid is another process's by now.
+    MemoryUnavailable
+        The kernel has no pidfd (before 5.3).
+    """
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError as error:
+        raise MemoryUnavailable(f"pidfd_open: {error}; Linux 5.3 or later is needed") from error
+    try:
+        # Opened first, compared after: the pid cannot change hands while the descriptor is held
+        # and the process lives.
+        if start_time(pid) != started:
+            raise ProcessLookupError(f"pid {pid} belongs to another process now")
+    except BaseException:
+        os.close(pidfd)
+        raise
+    return pidfd
+
+
+def rss() -> int:
+    """Resident bytes of this process, as Dask's memory monitor counts them."""
+    with open("/proc/self/statm", "rb") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")

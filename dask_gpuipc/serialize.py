@@ -1,0 +1,76 @@
+"""The ``gpuipc`` serializer family.
+
+It is in no default list of serializers: only an answer for which a transfer is set names it, so the
+scheduler, clients, scatter, spilling, actors and p2p can never make a descriptor.
+
+`dumps` raises nothing but NotImplementedError ("next family"), `loads` nothing but OSError ("ask
+again"); anything else would leave tasks pending for ever (dask/distributed#6705).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from distributed.protocol.serialize import register_serialization_family
+
+from dask_gpuipc.errors import Failure, OpenFailed, Refusal, Refused, WireError
+from dask_gpuipc.exporter import current_transfer
+from dask_gpuipc.importer import failures, importer_of
+from dask_gpuipc.wire import Descriptor, decode, encode
+
+FAMILY: Final = "gpuipc"
+
+
+def dumps(x: Any) -> tuple[dict[str, Any], list[bytes]]:
+    """A header that holds the array's descriptor, and no frames.
+
+    Raises
+    ------
+    Refused
+        (a NotImplementedError) Outside of a transfer, or the transfer declined this object.
+    """
+    transfer = current_transfer.get()
+    if transfer is None:
+        raise Refused(Refusal.NO_ADVERTISEMENT, "no transfer is open")
+    return {"descriptor": encode(transfer.export(x))}, []
+
+
+def loads(header: dict[str, Any], frames: list[Any]) -> Any:
+    """The array that a header describes.
+
+    Where somebody collects failures (`importer.collecting_failures`), a failed load is noted there
+    and gives None, so that the connection stays usable and the rest of the message is read.
+
+    Raises
+    ------
+    OpenFailed
+        (an OSError) It cannot be imported here.
+    """
+    try:
+        descriptor = _descriptor(header)
+        return importer_of(descriptor.consumer).load(descriptor)
+    except OpenFailed as failed:
+        noted = failures.get()
+        if noted is None:
+            raise
+        noted.append(failed)
+        return None
+
+
+def _descriptor(header: dict[str, Any]) -> Descriptor:
+    data = header.get("descriptor")
+    if not isinstance(data, bytes):
+        raise OpenFailed(Failure.MALFORMED, f"no descriptor in a header of {sorted(header)}")
+    try:
+        return decode(Descriptor, data)
+    except WireError as error:
+        raise OpenFailed(Failure.MALFORMED, str(error)) from error
+
+
+def register() -> None:
+    """Make the family known to this process. Idempotent.
+
+    It stays known for the life of the process: an answer that was on its way when the plugin was
+    unregistered would otherwise meet an unknown family, which Dask does not recover from.
+    """
+    register_serialization_family(FAMILY, dumps, loads)
