@@ -176,6 +176,7 @@ class Importer:
         self._lock = threading.Lock()
         self._producers: dict[str, Producer] = {}
         self._ended: deque[tuple[Producer, int, str]] = deque()
+        self._owners: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._closed = False
         _importers[peer] = self
 
@@ -343,6 +344,24 @@ class Importer:
         self._stats.received(imported.rung.value, descriptor.layout.nbytes)
         return imported.array
 
+    def owned(self, obj: Any, producer: str) -> Any:
+        """An object without the memory of a producer in it: arrays of it are replaced by copies.
+
+        Looks into lists, tuples and dicts. Returns the same object if there is
+        nothing to replace.
+        """
+        if type(obj) in (list, tuple):
+            new = [self.owned(x, producer) for x in obj]
+            changed = any(a is not b for a, b in zip(new, obj, strict=True))
+            return type(obj)(new) if changed else obj
+        if type(obj) is dict:
+            items = {k: self.owned(v, producer) for k, v in obj.items()}
+            return items if any(items[k] is not obj[k] for k in obj) else obj
+        for memory in self._memories.values():
+            if memory.accepts(obj) and self._owners.get(memory.owner_of(obj)) == producer:
+                return memory.own(obj)
+        return obj
+
     def _take(self, producer: Producer, descriptor: Descriptor) -> _Entry:
         place = (descriptor.memory, descriptor.allocation, descriptor.generation)
         with self._lock:
@@ -373,6 +392,7 @@ class Importer:
     def _watch(self, producer: Producer, descriptor: Descriptor, imported: Imported) -> None:
         end = (producer, descriptor.lease, descriptor.memory)
         if imported.owner is not None:
+            self._owners[imported.owner] = producer.peer
             finalizer = weakref.finalize(imported.owner, _ended, self._ended, self._wake, end)
             finalizer.atexit = False
         elif imported.done is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 from distributed import Worker, WorkerPlugin
@@ -77,6 +79,7 @@ class GPUIPCPlugin(WorkerPlugin):
         self.state = "disabled: not set up"
         self.endpoint: Endpoint | None = None
         self._hooks: Hooks | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         given = ", ".join(f"{k}={v!r}" for k, v in self.options.items() if v is not None)
@@ -110,6 +113,7 @@ class GPUIPCPlugin(WorkerPlugin):
             for memory in memories:
                 memory.close()
             raise
+        self.endpoint.on_producer_left = partial(self._producer_left, worker, self.endpoint)
         self._hooks = Hooks(worker, self.endpoint)
         self._hooks.install()
         self.state = "enabled"
@@ -148,6 +152,12 @@ class GPUIPCPlugin(WorkerPlugin):
         if endpoint is not None:
             endpoint.stop()
 
+    def _producer_left(self, worker: Worker, endpoint: Endpoint, producer: str) -> None:
+        copying = _copy_held(worker, endpoint, producer)
+        task = asyncio.get_running_loop().create_task(copying)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def _metric(self, worker: Worker) -> dict[str, Any]:
         snapshot = self.snapshot()
         return {"state": snapshot.state, "leases": snapshot.leases, "pinned": snapshot.pinned_bytes}
@@ -157,6 +167,17 @@ class GPUIPCPlugin(WorkerPlugin):
         if self.endpoint is None:
             return Snapshot(state=self.state, memories=[])
         return self.endpoint.snapshot(self.state)
+
+
+async def _copy_held(worker: Worker, endpoint: Endpoint, producer: str) -> None:
+    """A peer leaves: what this worker still has in its memory becomes its own."""
+    data = getattr(worker.data, "memory", worker.data)  # what is spilled is no array now
+    for key in list(data):
+        value = data.get(key)
+        own = await asyncio.to_thread(endpoint.importer.owned, value, producer)
+        if own is not value and data.get(key) is value:
+            worker.data[key] = own
+        del value, own
 
 
 def _memories(settings: Settings) -> list[Memory]:
@@ -174,6 +195,9 @@ def _memories(settings: Settings) -> list[Memory]:
         except MemoryUnavailable as error:
             reasons.append(str(error))
             logger.info("%s", error)
+        except Exception as error:  # noqa: BLE001 -- one memory's fault must not cost the other
+            reasons.append(repr(error))
+            logger.warning("A memory could not be set up", exc_info=True)
     if not found:
         raise MemoryUnavailable("; ".join(reasons) or "all memories are switched off in gpuipc.*")
     return found
@@ -194,7 +218,8 @@ def _cuda(settings: Settings) -> Memory:
     except ImportError as error:
         raise MemoryUnavailable(str(error)) from error
 
-    return CudaMemory.create(settings)
+    memory: Memory = CudaMemory(settings)
+    return memory
 
 
 async def dask_setup(worker: Any) -> None:

@@ -11,14 +11,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import psutil
 from distributed import Client, LocalCluster
 
 from dask_gpuipc.demo.errors import InputError
 
-MiB = 2**20
+MiB: Final = 2**20
+
+IDLE: Final = 150 * MiB
+"""Bytes of host memory that a worker takes before it has work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +77,9 @@ class Machine:
         InputError
             The machine has less memory free than the job takes.
         """
-        held = 0 if self.memory == "cuda" else 6 * nbytes
-        needed, free = 2 * workers * 150 * MiB + held, psutil.virtual_memory().available
+        # On a GPU machine the image is in host memory only while its chunks are read.
+        held = nbytes // 2 if self.memory == "cuda" else 6 * nbytes
+        needed, free = 2 * workers * IDLE + held, psutil.virtual_memory().available
         if needed > free:
             raise InputError(
                 f"the job needs about {needed // MiB} MiB of memory and {free // MiB} MiB are "

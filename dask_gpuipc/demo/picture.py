@@ -123,6 +123,7 @@ def _read_npy(path: Path) -> npt.NDArray[Any]:
     except (OSError, EOFError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}; {WANTED}") from error
     if not isinstance(data, np.ndarray):
+        data.close()
         raise InputError(f"{path} is an archive of arrays; {WANTED}")
     return data
 
@@ -133,7 +134,8 @@ def _read_image(path: Path) -> npt.NDArray[Any]:
     except ImportError as error:
         raise DemoError(_missing("Image files are read by scikit-image, which")) from error
     try:
-        return np.asarray(skimage.io.imread(path))
-    except Exception as error:  # whatever the reader behind it, from struct.error to SyntaxError
-        reason = str(error).partition("\n")[0]
-        raise InputError(f"{path} cannot be read as an image: {reason}; {WANTED}") from error
+        # Opened here, for some of the readers behind it do not close what they cannot read.
+        with path.open("rb") as file:
+            return np.asarray(skimage.io.imread(file))
+    except Exception as error:  # theirs range from struct.error to SyntaxError
+        raise InputError(f"{path} is no image that scikit-image can read; {WANTED}") from error

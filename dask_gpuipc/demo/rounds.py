@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 from dask.utils import format_bytes
-from distributed import Client, wait
+from distributed import Client, KilledWorker, wait
 
 import dask_gpuipc
+from dask_gpuipc.demo.errors import DemoError
 from dask_gpuipc.demo.workflow import analyse
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Side:
         self._logs()
         job = analyse(self.image)
         start = time.perf_counter()
-        result = self.client.compute(job).result()
+        result = self._result(job)
         seconds = time.perf_counter() - start
         return Round(seconds, self._moved(), result)
 
@@ -119,6 +120,15 @@ class Side:
         """Run the job once and keep the round."""
         self.rounds.append(self.run())
         return self.rounds[-1]
+
+    def _result(self, job: da.Array) -> npt.NDArray[np.float64]:
+        try:
+            result: npt.NDArray[np.float64] = self.client.compute(job).result()
+        except (MemoryError, KilledWorker) as error:
+            raise DemoError(
+                f"the job does not fit into memory: {error}; try a smaller one"
+            ) from error
+        return result
 
     def _moved(self) -> Transfers:
         logs = self._logs()

@@ -66,7 +66,7 @@ def run_demo(request: Request, say: Say = lambda _: None) -> Outcome:
     InputError
         The image, the size or the number of workers cannot be used.
     DemoError
-        Something that the demo needs is not installed.
+        Something that the demo needs is not installed, or the workers ran out of memory.
     """
     machine = Machine.detect()
     job, picture = _plan(machine, request)

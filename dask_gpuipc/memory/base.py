@@ -140,6 +140,12 @@ class Memory(Protocol):
     def load(self, mapping: Mapping, layout: Layout, rung: Rung) -> Imported:
         """An array in a mapping; the importer has checked that it lies inside."""
 
+    def owner_of(self, array: Any) -> Any | None:
+        """The `Imported.owner` below an array, views included; None if `load` did not make it."""
+
+    def own(self, array: Any) -> Any:
+        """A copy that lies in this process's own memory, alike in every other way."""
+
     def rung(self, preferred: str) -> Rung:
         """The rung on which arrays of this memory go, for a ``transfer`` setting."""
 

@@ -397,6 +397,23 @@ class HostMemory:
             array.flags.writeable = False
         return Imported(array, Rung.SHARE, owner=block)
 
+    def owner_of(self, array: np.ndarray[Any, Any]) -> Any | None:
+        """The mapped pages below an array."""
+        base: Any = array
+        while isinstance(base, np.ndarray):
+            base = base.base
+        return base if isinstance(base, _Block) else None
+
+    def own(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """A copy on the heap; what is broadcast stays so."""
+        copy = _without_broadcast(array).copy(order="K")
+        if copy.shape != array.shape:
+            copy = np.lib.stride_tricks.as_strided(
+                copy, array.shape, _strides(array, copy), writeable=True
+            )
+        copy.flags.writeable = array.flags.writeable
+        return copy
+
     def rung(self, preferred: str) -> Rung:
         """Always shared: copy-on-write makes it the receiver's own."""
         return Rung.SHARE

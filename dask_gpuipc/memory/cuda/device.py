@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
@@ -43,13 +44,15 @@ class Device:
         self.uuid = identity.uuid
         self.synchronize = synchronize
         self.waiter = DaemonExecutor(f"gpuipc-cuda-wait-{self.ordinal}")
+        """Waits for marks."""
+        self.closer = DaemonExecutor(f"gpuipc-cuda-close-{self.ordinal}")
+        """Waits for idle moments, and closes mappings in them."""
         self.imports = False
         """Whether a mapping was ever opened on it."""
         self._patience = patience
-        self._give_up = 0.0
+        self._give_up: float | None = None  # of the closing thread alone
         self._lock = threading.Lock()
         self._context: Any = None
-        self._stream: Any = None
         self._events: deque[Any] = deque()
 
     def __repr__(self) -> str:
@@ -74,14 +77,9 @@ class Device:
 
     @property
     def stream(self) -> Any:
-        """The private stream for copies: a non-blocking one of CuPy's. Context current."""
-        if self._stream is None:
-            with self._lock, self.driver.cupy_errors("cudaStreamCreate"):
-                if self._stream is None:
-                    import cupy
-
-                    self._stream = cupy.cuda.Stream(non_blocking=True)
-        return self._stream
+        """The private stream for copies. Context current."""
+        with self.driver.cupy_errors("cudaStreamCreate"):
+            return _private_stream(self.ordinal)
 
     # -- marks ------------------------------------------------------------------------------------
 
@@ -93,14 +91,14 @@ class Device:
         CudaError
             With ``capturing`` where a graph capture is in progress, which recording would break.
         """
-        if self.synchronize:
-            return Mark(self, None)
         with self.current():
-            return self.mark_all()
+            return self.mark_all(drain=self.synchronize)
 
-    def mark_all(self) -> Mark:
-        """`mark` by an event in any case. Context current."""
+    def mark_all(self, drain: bool = False) -> Mark:
+        """`mark`, by an event or by draining the device. Context current."""
         self.refuse_capture()
+        if drain:
+            return Mark(self, None)
         mark = self._new_mark()
         self.driver.record_all(self.context, mark.event)
         return mark
@@ -127,41 +125,39 @@ class Device:
     def fence(self) -> Future[None] | None:
         """Completes when every kernel submitted before has ended; None where none can run.
 
-        During a graph capture the mark is made behind it.
+        During a graph capture it waits for the capture, and for the device then.
         """
         try:
             return self.when(self.mark())
-        except CudaError as error:
-            if error.capturing:
-                return self.waiter.submit(self._fence_later)
+        except CudaError:
             if self.driver.disabled:
                 return None  # with the context, its kernels are gone
             if self.driver.unusable():
                 return Future()  # a process that ends or was forked gives nothing back
             return self.waiter.submit(self.drain)
 
-    def _fence_later(self) -> None:
-        while True:
-            time.sleep(PAUSES[1])
-            try:
-                mark = self.mark()
-            except CudaError as error:
-                if error.capturing:
-                    continue
-                self.drain()
-            else:
-                mark.settle()
-            return
-
     def drain(self) -> None:
-        """Wait for the whole device (`cudaDeviceSynchronize`); a failure disables CUDA memory."""
+        """Wait for the whole device (`cudaDeviceSynchronize`), after a capture if there is one.
+
+        Raises nothing: a device that cannot be waited for is of no more use.
+        """
+        while not self._drained():
+            time.sleep(PAUSES[1])
+
+    def _drained(self) -> bool:
         try:
             with self.current(), self.driver.cupy_errors("cudaDeviceSynchronize"):
                 import cupy
 
+                self.refuse_capture()
                 cupy.cuda.runtime.deviceSynchronize()
         except CudaError as error:
+            if error.capturing:
+                return False
+            if self.driver.unusable():
+                _park_at_exit(self.driver)
             self.driver.disable(str(error))
+        return True
 
     # -- idle -------------------------------------------------------------------------------------
 
@@ -169,31 +165,35 @@ class Device:
         """Return in a moment when the context is idle, or when patience has run out.
 
         Patience is the device's, not the caller's: on one that is never idle, the first mapping to
-        close waits for it all, and the next ones do not wait again.
+        close waits for it all, and the next ones do not wait again. A graph capture is waited for
+        without end, as a close would break it.
         """
         pause, longest = PAUSES
-        while not self._idle():
-            now = time.monotonic()
-            with self._lock:
-                self._give_up = self._give_up or now + self._patience
-                if now >= self._give_up:
+        while True:
+            try:
+                if self._idle():
+                    self._give_up = None
                     return
+                if self._impatient():
+                    return
+            except CudaError as error:
+                if not error.capturing:
+                    raise
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        with self._lock:
-            self._give_up = 0.0
 
     def _idle(self) -> bool:
         """Whether what was submitted until a blink ago has ended."""
-        try:
-            with self.current():
-                mark = self.mark_all()
-            time.sleep(SETTLE)
-            return mark.passed()
-        except CudaError as error:
-            if error.capturing:
-                return False
-            raise
+        with self.current():
+            mark = self.mark_all()
+        time.sleep(SETTLE)
+        return mark.passed()
+
+    def _impatient(self) -> bool:
+        now = time.monotonic()
+        if self._give_up is None:
+            self._give_up = now + self._patience
+        return now >= self._give_up
 
     def _new_mark(self) -> Mark:
         try:
@@ -243,12 +243,28 @@ class Mark:
             cupy.cuda.runtime.eventSynchronize(int(self.event))
 
     def settle(self) -> None:
-        """`wait`, and raise nothing: after an error the device is waited for, or is lost."""
+        """`wait`, and raise nothing: after an error the device is drained, or is lost."""
         try:
             self.wait()
         except CudaError:
-            if not self._device.driver.unusable():
-                self._device.drain()
+            self._device.drain()
+
+
+@functools.cache
+def _private_stream(ordinal: int) -> Any:
+    """A non-blocking stream of CuPy's, one for each device, for the life of the process.
+
+    Its device is the current one. It is never destroyed, so that no finalizer calls CUDA.
+    """
+    import cupy
+
+    return cupy.cuda.Stream(non_blocking=True)
+
+
+def _park_at_exit(driver: Driver) -> None:
+    """In a process that ends, stop this thread for good: nothing was seen to end."""
+    if not driver.disabled:
+        threading.Event().wait()
 
 
 def _settle(mark: Mark, keep: tuple[Any, ...]) -> None:

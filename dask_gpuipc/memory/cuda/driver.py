@@ -28,7 +28,7 @@ from dask_gpuipc.errors import (
     Refused,
 )
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("distributed.gpuipc")
 
 HANDLE_BYTES: Final = 64
 """CU_IPC_HANDLE_SIZE."""
@@ -194,7 +194,7 @@ class Driver:
             raise CudaError(what, Code.UNUSABLE, reason)
         try:
             yield
-        except CudaError:
+        except GPUIPCError:
             raise
         except MemoryError as error:
             raise CudaError(what, Code.OUT_OF_MEMORY, str(error)) from error

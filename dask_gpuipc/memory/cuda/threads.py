@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -45,10 +46,16 @@ class DaemonExecutor(Executor):
         with self._changed:
             self._calls.append(_Call(future, fn, args, kwargs))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                self._start()
             self._changed.notify()
         return future
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        # An interpreter that exits starts none: then the call is never made.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            self._thread = thread
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Let the thread end when its calls are done."""
@@ -91,7 +98,7 @@ class _Call:
         future, fn, args, kwargs = self.future, self.fn, self.args, self.kwargs
         try:
             result = fn(*args, **kwargs)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 -- it is the future's, as in the library
             future.set_exception(error)
             # The traceback holds this frame: leave nothing in it that leads back to the future.
             del self, future, fn, args, kwargs

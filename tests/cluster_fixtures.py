@@ -1,0 +1,169 @@
+"""Real clusters for tests: worker processes, and a check that nothing is left in them.
+
+``cluster`` is one LocalCluster of three worker processes for a whole module. ``client`` is plain
+Dask on it. ``shared`` registers the plugin for one test; afterwards all leases must end by
+themselves, and once the plugin is unregistered no worker process may hold a descriptor, a mapping
+or a folder of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import glob
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster, Worker, wait
+
+import dask_gpuipc
+from dask_gpuipc import GPUIPCPlugin
+
+LARGE = 1 << 17
+"""Elements of an int64 array of 1 MiB, well above min-bytes."""
+WORKERS: dict[str, Any] = {
+    "n_workers": 3,
+    "threads_per_worker": 2,
+    "dashboard_address": None,
+    "memory_limit": "4GB",
+    "silence_logs": 40,
+}
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
+    """Poll until a condition holds; fail with its last value."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what}: not within {seconds:.0f} s; last value {value!r}")
+        time.sleep(0.02)
+
+
+def make(n: int = LARGE, seed: int = 0) -> np.ndarray:
+    """Integers that tell where they should be."""
+    return np.arange(n, dtype="i8") * 7 + seed
+
+
+def same(x: Any, n: int, seed: int) -> bool:
+    return bool(np.array_equal(x, make(n, seed)))
+
+
+def total(client: Client, name: str) -> int:
+    return sum(s[name] for s in dask_gpuipc.statistics(client).values())
+
+
+def arrays(client: Client, direction: str, rung: str) -> int:
+    """Arrays that the whole cluster sent or received by a rung."""
+    found = dask_gpuipc.statistics(client).values()
+    return sum(s[direction].get(rung, {"arrays": 0})["arrays"] for s in found)
+
+
+def refused(client: Client, reason: str) -> int:
+    return sum(s["refused"].get(reason, 0) for s in dask_gpuipc.statistics(client).values())
+
+
+def failed(client: Client, reason: str) -> int:
+    return sum(s["failed"].get(reason, 0) for s in dask_gpuipc.statistics(client).values())
+
+
+def addresses(client: Client) -> list[str]:
+    return sorted(client.scheduler_info(n_workers=-1)["workers"])
+
+
+def outgoing(dask_worker: Worker) -> int:
+    return dask_worker.transfer_outgoing_count
+
+
+def left_in_process(dask_worker: Worker | None = None) -> list[str]:
+    """Descriptors, mappings and folders of the package that a process still has."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if "dask-gpuipc" in target or "pidfd" in target:
+            found.append(target)
+    with open("/proc/self/maps") as maps:
+        found += [line.split()[-1] for line in maps if "dask-gpuipc" in line]
+    with open("/proc/net/unix") as table:
+        found += [line.split()[-1] for line in table if f"-{os.getpid()}-" in line and PREFIX in line]
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    found += glob.glob(f"{base}/{PREFIX}-*-{os.getpid()}-*")
+    return found
+
+
+PREFIX = "dask-gpuipc"
+
+
+def collect_garbage() -> None:
+    gc.collect()
+
+
+def nothing_held(client: Client) -> Callable[[], bool]:
+    """Whether no lease is left, after the garbage that tracebacks make is collected."""
+
+    def check() -> bool:
+        client.run(collect_garbage)
+        stats = dask_gpuipc.statistics(client).values()
+        return not any(s["leases"] or s["pinned_bytes"] or s["holding"] for s in stats)
+
+    return check
+
+
+def unregister(client: Client) -> None:
+    """Take the plugin off all workers, if it is there."""
+    if any(s["state"] != "disabled: not registered" for s in dask_gpuipc.statistics(client).values()):
+        client.unregister_worker_plugin("gpuipc")
+
+
+def check_nothing_left(client: Client) -> None:
+    """All leases end; after the plugin is gone, no worker process has anything of it."""
+    until(nothing_held(client), "leases, pins and holdings of all workers to end")
+    assert not any(client.run(outgoing).values())
+    unregister(client)
+    until(
+        lambda: not any(client.run(left_in_process).values()),
+        f"worker processes to be clean: {client.run(left_in_process)}",
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(**WORKERS) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[Client]:
+    with Client(cluster) as client:
+        client.wait_for_workers(3, timeout=60)
+        yield client
+        client.run(collect_garbage)
+
+
+@pytest.fixture
+def shared(client: Client) -> Iterator[Client]:
+    client.register_worker_plugin(GPUIPCPlugin())
+    states = {s["state"] for s in dask_gpuipc.statistics(client).values()}
+    assert states == {"enabled"}, states
+    yield client
+    check_nothing_left(client)
+
+
+def move(client: Client, source: Any, to: str, function: Any = None, *args: Any) -> Any:
+    """Run a function of a future on another worker; the future of its result."""
+    future = client.submit(function or identity, source, *args, workers=[to], pure=False)
+    wait(future)
+    return future
+
+
+def identity(x: Any) -> Any:
+    return x
