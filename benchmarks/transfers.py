@@ -12,7 +12,8 @@ device was synchronised), has a task on the second worker read all of it, and dr
 are, as medians over the rounds after the warm-up:
 
 ``transfer_ms``
-    What Dask itself logs for the transfer (``transfer_incoming_log`` of the second worker).
+    What Dask itself logs for the transfer (``transfer_incoming_log`` of the second worker), from
+    ``start`` to ``stop``: its ``duration`` is never less than 1 ms.
 ``with_read_ms``
     The same, and the first full read of what arrived: a handle may leave work to the reader.
 ``wall_ms``
@@ -146,7 +147,7 @@ def transfer_of(key: str, dask_worker: Any) -> float:
     """Seconds that Dask logged for the transfer of a key to this worker."""
     for entry in reversed(dask_worker.transfer_incoming_log):
         if key in entry["keys"]:
-            return float(entry["duration"])
+            return float(entry["stop"] - entry["start"])
     raise LookupError(f"{key} did not come from another worker")
 
 

@@ -53,7 +53,7 @@ def _in_bytes(_ctx: click.Context, _param: click.Parameter, text: str | None) ->
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),
-    default=3,
+    default=4,
     show_default=True,
     help="Counted rounds of each side, after one of each to warm up.",
 )

@@ -16,6 +16,7 @@ from dask_gpuipc.errors import ConfigError
 
 TransferMode = Literal["auto", "copy", "share"]
 Size = int | str
+MEMORIES = ("host", "cuda")
 
 
 @functools.cache
@@ -24,6 +25,10 @@ def load_defaults() -> None:
     path = os.path.join(os.path.dirname(__file__), "gpuipc.yaml")
     with open(path) as file:
         defaults = yaml.safe_load(file)
+    single = dask.config.get("gpuipc.min-bytes", None)
+    if single is not None and not isinstance(single, Mapping):
+        # A mapping among the defaults would replace the user's one size for all.
+        dask.config.set({"gpuipc.min-bytes": dict.fromkeys(MEMORIES, single)})
     dask.config.ensure_file(source=path)
     dask.config.update_defaults(defaults)
 
@@ -133,9 +138,6 @@ def parse_limit(value: object, memory_limit: int | None) -> int | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
         return int(value * memory_limit) if memory_limit else None
     return parse_size("pinned-limit", value)
-
-
-MEMORIES = ("host", "cuda")
 
 
 def _get(name: str) -> Any:

@@ -14,6 +14,7 @@ Wire version 1.
 from __future__ import annotations
 
 import functools
+import reprlib
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
@@ -226,7 +227,7 @@ def decode(cls: type[T], data: bytes) -> T:
     """The record of a known class from its bytes; `WireError` if it is none."""
     version, *values = _unpack(data)
     if version != WIRE_VERSION:
-        raise WireError(f"wire version {version!r}; this package speaks {WIRE_VERSION}")
+        raise WireError(f"wire version {reprlib.repr(version)}; this package speaks {WIRE_VERSION}")
     record: T = _build(cls, values)
     return record
 
@@ -244,9 +245,11 @@ def decode_message(data: bytes) -> Message:
     """The channel message from its bytes; `WireError` if it is none."""
     version, *rest = _unpack(data)
     if version != WIRE_VERSION:
-        raise WireError(f"wire version {version!r}; this package speaks {WIRE_VERSION}")
+        raise WireError(f"wire version {reprlib.repr(version)}; this package speaks {WIRE_VERSION}")
     if not rest or type(rest[0]) is not int or not 0 <= rest[0] < len(MESSAGES):
-        raise WireError(f"message code {rest[:1]!r}; known are 0 to {len(MESSAGES) - 1}")
+        raise WireError(
+            f"message code {reprlib.repr(rest[:1])}; known are 0 to {len(MESSAGES) - 1}"
+        )
     return _build(MESSAGES[rest[0]], rest[1:])
 
 
@@ -304,7 +307,7 @@ def _checked(where: str, hint: Any, value: Any) -> Any:
         if not isinstance(value, list):
             raise WireError(f"{where} must be a list; got {type(value).__name__}")
         return _build(hint, value)  # type: ignore[arg-type]
-    if issubclass(hint, StrEnum):
+    if issubclass(hint, StrEnum) and type(value) is str:
         try:
             return hint(value)
         except ValueError as error:

@@ -28,7 +28,7 @@ LARGE = 1 << 17
 WORKERS: dict[str, Any] = {
     "n_workers": 3,
     "threads_per_worker": 2,
-    "dashboard_address": None,
+    "dashboard_address": ":0",
     "memory_limit": "4GB",
     "silence_logs": 40,
 }

@@ -86,7 +86,8 @@ class Machine:
                 "free; ask for a smaller image or fewer workers",
                 option="--size",
             )
-        return max(1024 * MiB, 4 * held // workers)
+        # The CUDA libraries alone take what a limit would be sized by; 0 is none.
+        return 0 if self.memory == "cuda" else max(1024 * MiB, 4 * held // workers)
 
     @contextmanager
     def start(self, workers: int, memory_limit: int) -> Iterator[Client]:

@@ -124,9 +124,11 @@ class Side:
     def _result(self, job: da.Array) -> npt.NDArray[np.float64]:
         try:
             result: npt.NDArray[np.float64] = self.client.compute(job).result()
-        except (MemoryError, KilledWorker) as error:
+        except MemoryError as error:
+            raise DemoError(f"out of memory, {error}; ask for a smaller --size") from error
+        except KilledWorker as error:
             raise DemoError(
-                f"the job does not fit into memory: {error}; try a smaller one"
+                f"worker processes died, perhaps for lack of memory: {error}"
             ) from error
         return result
 

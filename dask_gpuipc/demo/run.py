@@ -45,7 +45,7 @@ class Request:
     source: Path | None = None
     nbytes: int | None = None
     workers: int | None = None
-    rounds: int = 3
+    rounds: int = 4
 
 
 def run_demo(request: Request, say: Say = lambda _: None) -> Outcome:

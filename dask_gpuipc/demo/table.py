@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from dask.utils import format_bytes
 
 from dask_gpuipc.demo.outcome import RTOL, Outcome, ratio, seconds, total
 from dask_gpuipc.demo.rounds import Round
 
 Row = tuple[str, str, str, str]
+
+EXPLAINED: Final = {"no_advertisement": " (results that the client fetched)"}
+"""Refusals that belong to the job and might look like faults."""
 
 
 def as_table(outcome: Outcome) -> str:
@@ -43,7 +48,9 @@ def _remarks(outcome: Outcome) -> list[str]:
     large = total(outcome.plugin).large_nbytes
     fraction = outcome.handle_fraction
     part = "nothing to say" if fraction is None else f"{fraction:.1%} of {_size(large)}"
-    refused = ", ".join(f"{reason} {n}" for reason, n in outcome.counts.refused.items())
+    refused = ", ".join(
+        f"{reason} {n}{EXPLAINED.get(reason, '')}" for reason, n in outcome.counts.refused.items()
+    )
     how = "exactly" if outcome.exact else f"to a relative {RTOL}"
     rounds = len(outcome.plain) + len(outcome.plugin)
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -227,11 +228,10 @@ def _all_of(futures: list[Future[None]]) -> Future[None] | None:
         return futures[0] if futures else None
     whole: Future[None] = Future()
     whole.set_running_or_notify_cancel()
-    left = set(futures)
+    turn = itertools.count(1)  # atomic: they complete on as many threads
 
-    def passed(future: Future[None]) -> None:
-        left.discard(future)
-        if not left:
+    def passed(_: Future[None]) -> None:
+        if next(turn) == len(futures):
             whole.set_result(None)
 
     for future in futures:

@@ -1,0 +1,51 @@
+"""Every test is held to leave nothing behind in the process that runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+
+import pytest
+
+from dask_gpuipc.testing import leak_check
+
+# What others start for the life of the process, and why it is no leak of a test.
+LINGERING = {
+    r"child process .*resource_tracker": "multiprocessing's, started with the first spawned child",
+    r"child process .*forkserver": "multiprocessing's, started with the first worker process",
+    r"thread 'Dask-Offload": "distributed.utils: one executor for each process, never shut down",
+    r"thread 'Profile'": "distributed.profile: ends at its next sample after the last server",
+    r"thread 'IO loop'": "distributed.utils.LoopRunner: ends soon after the last client of its loop",
+    r"thread 'asyncio_\d": "the default executor of a loop: ends when the loop is closed",
+}
+# A cluster that outlives the test, in a fixture of a wider scope, has connections that come and go.
+OF_A_CLUSTER = {
+    r"socket:\[\d+\] not unix": "connections between client, scheduler and nannies",
+    r"thread '(AsyncProcess|Dask-|ThreadPoolExecutor|TCP-)": "nannies' watchers, comms' threads",
+    r"child process": "workers that the test restarted, or scaled up",
+    r"(anon_inode:\[pidfd\]|pidfd:)": "asyncio's watchers of those",
+}
+
+failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        item.stash[failed] = True  # its traceback may hold anything
+    return report
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+    """Descriptors, mappings, threads and children are afterwards what they were before."""
+    ignore = list(LINGERING)
+    if "cluster" in request.fixturenames:
+        ignore += OF_A_CLUSTER
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(leak_check(ignore=ignore))
+        yield
+        if request.node.stash.get(failed, False):
+            stack.pop_all()

@@ -1,0 +1,58 @@
+"""What must hold on every supported distributed: the line itself, and one workflow."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_gpuipc
+
+OPTIONS = {
+    "n_workers": 2,
+    "threads_per_worker": 1,
+    "dashboard_address": ":0",
+    "memory_limit": "2GB",
+}
+
+
+@pytest.mark.parametrize("method", ["register_worker_plugin", "register_plugin"])
+def test_the_line_itself_and_a_workflow(method: str) -> None:
+    from dask_gpuipc import GPUIPCPlugin
+
+    with LocalCluster(**OPTIONS) as cluster, Client(cluster) as client:
+        getattr(client, method)(GPUIPCPlugin())
+        whole = np.random.default_rng(0).integers(0, 100, (1024, 1024))
+        x = da.from_array(whole, chunks=256)
+        assert np.array_equal(client.compute(x + x.T).result(), whole + whole.T)
+        stats = dask_gpuipc.statistics(client).values()
+        assert {s["state"] for s in stats} == {"enabled"}
+        assert sum(s["received"]["share"]["arrays"] for s in stats) > 0
+        assert sum(s["sent"].get("bytes", {"arrays": 0})["arrays"] for s in stats) <= 16
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = """
+import sys
+before = set(sys.modules)
+import dask_gpuipc
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(sorted(new & {"cupy", "cuda", "numpy", "distributed", "dask"}))
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_the_plugin_does_not_import_cupy() -> None:
+    code = """
+import sys
+from dask_gpuipc import GPUIPCPlugin, statistics
+GPUIPCPlugin()
+print(sorted(name for name in sys.modules if name.partition(".")[0] == "cupy"))
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
