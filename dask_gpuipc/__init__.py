@@ -9,7 +9,8 @@ are first asked for.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from dask_gpuipc.report import collect, statistics
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["GPUIPCPlugin", "__version__", "collect", "dask_setup", "statistics"]
 
-_HOMES = {
+_HOMES: Final = {
     "GPUIPCPlugin": "worker_plugin",
     "dask_setup": "worker_plugin",
     "statistics": "report",
@@ -39,6 +40,13 @@ def __getattr__(name: str) -> Any:
         _compat.add_register_worker_plugin()
     globals()[name] = value
     return value
+
+
+if hasattr(sys.modules.get("distributed"), "Client"):
+    # Python looks ``client.register_worker_plugin`` up before its argument asks for the plugin.
+    from dask_gpuipc._compat import add_register_worker_plugin
+
+    add_register_worker_plugin()
 
 
 def __dir__() -> list[str]:

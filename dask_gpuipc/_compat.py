@@ -14,7 +14,7 @@ def add_register_worker_plugin() -> None:
     left alone.
     """
     if not hasattr(Client, "register_worker_plugin"):
-        Client.register_worker_plugin = _register_worker_plugin
+        setattr(Client, "register_worker_plugin", _register_worker_plugin)  # noqa: B010
 
 
 def _register_worker_plugin(

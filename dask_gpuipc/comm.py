@@ -72,8 +72,8 @@ class Hooks:
         worker = self._worker
         self._own_get_data = self._wrap_get_data()
         self._own_gather_dep = self._wrap_gather_dep()
-        overrides = dict(self._connection_args.get("handshake_overrides") or {})
-        overrides[KEY] = encode(self._endpoint.advertisement)
+        present: Any = self._connection_args.get("handshake_overrides") or {}
+        overrides = {**present, KEY: encode(self._endpoint.advertisement)}
         self._own_connection_args = {**self._connection_args, "handshake_overrides": overrides}
         worker.handlers["get_data"] = self._own_get_data
         worker.gather_dep = self._own_gather_dep  # type: ignore[method-assign]

@@ -51,6 +51,7 @@ class Settings:
     """None is wherever it can be had."""
     cuda_idle_mappings: int
     cuda_idle_timeout: float
+    cuda_pinned_limit: int | None
     cuda_synchronize: bool
 
     @classmethod
@@ -95,6 +96,7 @@ class Settings:
             cuda_enabled=None if enabled == "auto" else bool(enabled),
             cuda_idle_mappings=int(_get("cuda.idle-mappings")),
             cuda_idle_timeout=_seconds("cuda.idle-timeout"),
+            cuda_pinned_limit=parse_limit(_get("cuda.pinned-limit"), None),
             cuda_synchronize=bool(_get("cuda.synchronize")),
         )
 
@@ -103,7 +105,7 @@ def parse_transfer(value: object) -> TransferMode:
     """One of the three modes."""
     if value not in ("auto", "copy", "share"):
         raise ConfigError(f"transfer is {value!r}; it must be 'auto', 'copy' or 'share'")
-    return value  # type: ignore[return-value]
+    return value
 
 
 def parse_size(name: str, value: object) -> int:

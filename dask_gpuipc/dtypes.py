@@ -44,7 +44,7 @@ def encode_dtype(dtype: np.dtype[Any]) -> str:
 def _describe(dtype: np.dtype[Any]) -> str:
     if dtype.fields is not None or dtype.subdtype is not None:
         return "#" + repr(np.lib.format.dtype_to_descr(dtype))
-    if dtype.kind == "V" and dtype.type is not np.void:
+    if dtype.isbuiltin == 2:  # another library's; their kind and str are of all sorts
         return "@" + dtype.name
     return "=" + dtype.str
 

@@ -99,7 +99,7 @@ class Endpoint:
             self.stats,
             min_bytes=settings.min_bytes,
             transfer=settings.transfer,
-            pinned_limit=settings.pinned_limit,
+            pinned_limits={"host": settings.pinned_limit, "cuda": settings.cuda_pinned_limit},
         )
         self.importer = Importer(
             self.peer,

@@ -106,8 +106,8 @@ class Exporter:
         By memory, the nominal size in bytes below which an array is refused.
     transfer : str
         ``auto``, ``copy`` or ``share``; each memory chooses its rung by it.
-    pinned_limit : int or None
-        Bytes pinned at once, at most.
+    pinned_limits : mapping, optional
+        By memory, the bytes pinned at once, at most; None is without limit.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Exporter:
         *,
         min_bytes: Mapping[str, int],
         transfer: str = "auto",
-        pinned_limit: int | None = None,
+        pinned_limits: Mapping[str, int | None] | None = None,
     ) -> None:
         self.peer = peer
         self.stopping = False
@@ -127,7 +127,7 @@ class Exporter:
         self._min_bytes = min_bytes
         self._smallest = min((min_bytes[kind] for kind in self._memories), default=0)
         self._rungs = {m.kind: m.rung(transfer) for m in memories}
-        self._ledger = Ledger(pinned_limit)
+        self._ledger = Ledger(limits=pinned_limits)
         self._lock = threading.Lock()
         self._transfer_numbers = itertools.count(1)
         self._lease_numbers = itertools.count(1)
@@ -318,7 +318,7 @@ class Exporter:
             )
 
     def _export(self, transfer: Transfer, memory: Memory, array: Any) -> Descriptor:
-        consumer = self._admit(transfer, memory, int(array.nbytes))
+        consumer = self._admit(transfer, memory, array)
         pin = memory.pin(array, transfer.prepared.get(memory.kind))
         try:
             self._announce(consumer, memory, pin)
@@ -326,7 +326,17 @@ class Exporter:
             pin.release()
             raise
         number = next(self._lease_numbers)
-        self._offer(transfer, number, (memory.kind, *pin.block), pin, id(array))
+        self._offer(
+            lease.Offered(
+                transfer.number,
+                number,
+                pin,
+                (memory.kind, *pin.block),
+                pin.nbytes,
+                id(array),
+                memory.kind,
+            )
+        )
         return Descriptor(
             producer=self.peer,
             consumer=consumer.peer,
@@ -339,7 +349,7 @@ class Exporter:
             layout=pin.layout,
         )
 
-    def _admit(self, transfer: Transfer, memory: Memory, nbytes: int) -> Consumer:
+    def _admit(self, transfer: Transfer, memory: Memory, array: Any) -> Consumer:
         consumer = transfer.consumer
         if transfer.reason is not None or consumer is None:
             raise Refused(transfer.reason or Refusal.NO_ADVERTISEMENT)
@@ -349,9 +359,10 @@ class Exporter:
             raise Refused(Refusal.PEER_LEFT)
         if memory.kind not in consumer.them.memories:
             raise Refused(Refusal.NO_COMMON_MEMORY, memory.kind)
-        with self._lock:
-            if not self._ledger.fits(nbytes):
-                raise Refused(Refusal.BUDGET)
+        if memory.pin_copies(array):  # which would be for nothing without room for it
+            with self._lock:
+                if not self._ledger.fits(int(array.nbytes), memory.kind):
+                    raise Refused(Refusal.BUDGET)
         return consumer
 
     def _announce(self, consumer: Consumer, memory: Memory, pin: Pin) -> None:
@@ -374,10 +385,7 @@ class Exporter:
                 raise Refused(Refusal.PEER_LEFT, str(error)) from error
             consumer.announced.add(place)
 
-    def _offer(
-        self, transfer: Transfer, number: int, block: tuple[Any, ...], pin: Pin, source: int
-    ) -> None:
-        offer = lease.Offered(transfer.number, number, pin, block, pin.nbytes, source)
+    def _offer(self, offer: lease.Offered) -> None:
         refusals = [a for a in self._handle(offer) if isinstance(a, lease.Refuse)]
         for refusal in refusals:
             raise Refused(refusal.reason)

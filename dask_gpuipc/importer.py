@@ -358,7 +358,8 @@ class Importer:
             items = {k: self.owned(v, producer) for k, v in obj.items()}
             return items if any(items[k] is not obj[k] for k in obj) else obj
         for memory in self._memories.values():
-            if memory.accepts(obj) and self._owners.get(memory.owner_of(obj)) == producer:
+            owner = memory.owner_of(obj) if memory.accepts(obj) else None
+            if owner is not None and self._owners.get(owner) == producer:
                 return memory.own(obj)
         return obj
 

@@ -23,7 +23,8 @@ The cases that shape it:
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -63,6 +64,8 @@ class Offered:
     block: Hashable
     nbytes: int
     source: Hashable
+    account: str = ""
+    """The kind of memory, whose limit the bytes count against."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,7 @@ class _Transfer:
 
 @dataclass(slots=True)
 class _Block:
+    account: str
     nbytes: int
     leases: int = 0
 
@@ -166,12 +170,17 @@ class Ledger:
     Parameters
     ----------
     limit : int or None
-        Bytes that may be pinned at once; None is without limit.
+        Bytes that may be pinned at once in one account; None is without limit.
+    limits : mapping, optional
+        Limits of single accounts, instead of that.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(
+        self, limit: int | None = None, limits: Mapping[str, int | None] | None = None
+    ) -> None:
         self.limit = limit
-        self.pinned_bytes = 0
+        self._limits = limits or {}
+        self._pinned: Counter[str] = Counter()
         self._blocks: dict[Hashable, _Block] = {}
         self._leases: dict[int, _Lease] = {}
         self._transfers: dict[int, _Transfer] = {}
@@ -186,9 +195,15 @@ class Ledger:
             f"{self.pinned_bytes} bytes, {len(self._transfers)} transfers>"
         )
 
-    def fits(self, nbytes: int) -> bool:
-        """Whether a new block of this size is within the limit."""
-        return self.limit is None or self.pinned_bytes + nbytes <= self.limit
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that are pinned, in all accounts."""
+        return self._pinned.total()
+
+    def fits(self, nbytes: int, account: str = "") -> bool:
+        """Whether a new block of this size is within the account's limit."""
+        limit = self._limits.get(account, self.limit)
+        return limit is None or self._pinned[account] + nbytes <= limit
 
     def held_by(self, peer: str) -> int:
         """Number of leases that a peer has."""
@@ -225,8 +240,8 @@ class Ledger:
             return [Refuse(event.lease, reason), Unpin(event.pin)]
         block = self._blocks.get(event.block)
         if block is None:
-            block = self._blocks[event.block] = _Block(event.nbytes)
-            self.pinned_bytes += event.nbytes
+            block = self._blocks[event.block] = _Block(event.account, event.nbytes)
+            self._pinned[event.account] += event.nbytes
         block.leases += 1
         transfer.doubled |= event.source in transfer.sources
         transfer.sources.add(event.source)
@@ -240,7 +255,7 @@ class Ledger:
             return Refusal.TRANSFER_CLOSED
         if len(transfer.leases) >= MAX_LEASES:
             return Refusal.TRANSFER_FULL
-        if event.block not in self._blocks and not self.fits(event.nbytes):
+        if event.block not in self._blocks and not self.fits(event.nbytes, event.account):
             return Refusal.BUDGET
         return None
 
@@ -302,7 +317,7 @@ class Ledger:
         block.leases -= 1
         if not block.leases:
             del self._blocks[key]
-            self.pinned_bytes -= block.nbytes
+            self._pinned[block.account] -= block.nbytes
 
     def _died(self, peer: str) -> list[Action]:
         actions = self._release(peer, tuple(self._by_peer.get(peer, ())))

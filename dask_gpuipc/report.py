@@ -53,12 +53,13 @@ async def _statistics(client: Client) -> dict[str, dict[str, Any]]:
     return await client.run(_worker_statistics)  # type: ignore[no-any-return]
 
 
-def collect(client: Client) -> None:
+def collect(client: Client) -> Any:
     """Have every worker free what can be freed now: idle mappings and free arena memory.
 
-    Runs the garbage collector first, so that arrays in reference cycles release their leases.
+    Runs the garbage collector first, so that arrays in reference cycles release their leases. If
+    the client is asynchronous, the result must be awaited.
     """
-    client.sync(_collect, client)
+    return client.sync(_collect, client)
 
 
 async def _collect(client: Client) -> None:

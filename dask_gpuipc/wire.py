@@ -286,7 +286,7 @@ def _hints(cls: type) -> tuple[tuple[str, Any], ...]:
 
 
 def _build(cls: type[T], values: list[Any]) -> T:
-    hints = _hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     if len(values) != len(hints):
         raise WireError(f"{cls.__name__} has {len(hints)} fields; got {len(values)}")
     return cls(

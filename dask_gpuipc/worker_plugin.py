@@ -42,8 +42,8 @@ class GPUIPCPlugin(WorkerPlugin):
     min_bytes : int, str or mapping, optional
         Smaller arrays go as bytes; one size, or one for each of ``host`` and ``cuda``.
     pinned_limit : float, int or str, optional
-        Bytes that may be pinned for other workers at once: a fraction of the worker's memory limit
-        up to 1, or a size. Beyond it chunks go as bytes.
+        Host memory that may be pinned for other workers at once: a fraction of the worker's memory
+        limit up to 1, or a size. Beyond it chunks go as bytes.
 
     Raises
     ------
@@ -106,7 +106,8 @@ class GPUIPCPlugin(WorkerPlugin):
         )
         scheduler = (await worker.scheduler.identity())["id"]
         serialize.register()
-        memories = self.make_memories(settings)
+        # Off the loop: importing the bindings and initialising the driver take a while.
+        memories = await asyncio.to_thread(self.make_memories, settings)
         try:
             self.endpoint = Endpoint(settings, memories, scheduler)
         except BaseException:
@@ -195,7 +196,7 @@ def _memories(settings: Settings) -> list[Memory]:
         except MemoryUnavailable as error:
             reasons.append(str(error))
             logger.info("%s", error)
-        except Exception as error:  # noqa: BLE001 -- one memory's fault must not cost the other
+        except Exception as error:  # one memory's fault must not cost the other
             reasons.append(repr(error))
             logger.warning("A memory could not be set up", exc_info=True)
     if not found:

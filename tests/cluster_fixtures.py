@@ -94,7 +94,8 @@ def left_in_process(dask_worker: Worker | None = None) -> list[str]:
     with open("/proc/self/maps") as maps:
         found += [line.split()[-1] for line in maps if "dask-gpuipc" in line]
     with open("/proc/net/unix") as table:
-        found += [line.split()[-1] for line in table if f"-{os.getpid()}-" in line and PREFIX in line]
+        sockets = [line.split()[-1] for line in table if PREFIX in line]
+    found += [path for path in sockets if f"-{os.getpid()}-" in path]
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     found += glob.glob(f"{base}/{PREFIX}-*-{os.getpid()}-*")
     return found
@@ -120,7 +121,8 @@ def nothing_held(client: Client) -> Callable[[], bool]:
 
 def unregister(client: Client) -> None:
     """Take the plugin off all workers, if it is there."""
-    if any(s["state"] != "disabled: not registered" for s in dask_gpuipc.statistics(client).values()):
+    states = {s["state"] for s in dask_gpuipc.statistics(client).values()}
+    if states != {"disabled: not registered"}:
         client.unregister_worker_plugin("gpuipc")
 
 

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import threading
 
 import pytest
 
 from dask_gpuipc.testing import leak_check
 
-# What others start for the life of the process, and why it is no leak of a test.
+# What others start and keep, and why it is no leak of a test.
 LINGERING = {
     r"child process .*resource_tracker": "multiprocessing's, started with the first spawned child",
     r"child process .*forkserver": "multiprocessing's, started with the first worker process",
-    r"thread 'Dask-Offload": "distributed.utils: one executor for each process, never shut down",
+    r"socket:\[\d+\] not unix": "connections that distributed pools; all of this package are unix",
+    r"thread 'Dask-": "distributed: the offload executor and others, one for each process",
     r"thread 'Profile'": "distributed.profile: ends at its next sample after the last server",
-    r"thread 'IO loop'": "distributed.utils.LoopRunner: ends soon after the last client of its loop",
+    r"thread 'IO loop'": "distributed.utils: ends some time after the last client of its loop",
+    r"thread 'QueueFeederThread'": "multiprocessing's, of the queues between nannies and workers",
+    r"thread 'AsyncProcess": "distributed.process: watches a worker, ends after its process",
+    r"thread 'ThreadPoolExecutor": "dask.threaded: the pool of local computations, never shut down",
     r"thread 'asyncio_\d": "the default executor of a loop: ends when the loop is closed",
 }
-# A cluster that outlives the test, in a fixture of a wider scope, has connections that come and go.
+# A cluster that outlives the test, in a fixture of a wider scope, starts and stops workers.
 OF_A_CLUSTER = {
-    r"socket:\[\d+\] not unix": "connections between client, scheduler and nannies",
-    r"thread '(AsyncProcess|Dask-|ThreadPoolExecutor|TCP-)": "nannies' watchers, comms' threads",
-    r"child process": "workers that the test restarted, or scaled up",
-    r"(anon_inode:\[pidfd\]|pidfd:)": "asyncio's watchers of those",
+    r"child process": "workers that were restarted or scaled up",
+    r"anon_inode:\[pidfd\]|pidfd:": "asyncio's watchers of those",
 }
 
 failed = pytest.StashKey[bool]()
@@ -42,7 +42,7 @@ def pytest_runtest_makereport(item, call):
 def nothing_is_left(request):
     """Descriptors, mappings, threads and children are afterwards what they were before."""
     ignore = list(LINGERING)
-    if "cluster" in request.fixturenames:
+    if hasattr(request.module, "cluster"):
         ignore += OF_A_CLUSTER
     with contextlib.ExitStack() as stack:
         stack.enter_context(leak_check(ignore=ignore))

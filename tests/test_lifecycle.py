@@ -146,15 +146,22 @@ def test_late_restarted_and_leaving_workers() -> None:
         check_nothing_left(client)
 
 
-def test_data_survives_the_retirement_of_its_owner(shared: Client) -> None:
-    a, b, c = addresses(shared)
-    source = shared.submit(make, workers=[a], allow_other_workers=True, pure=False)
-    held = move(shared, source, b)
-    view = move(shared, source, b, lambda x: x[100:])
-    shared.retire_workers([a], close_workers=False)
-    assert same(shared.submit(lambda x: x, source, pure=False).result(), LARGE, 0)
-    assert move(shared, held, c, same, LARGE, 0).result()
-    assert np.array_equal(view.result(), make()[100:])
+def test_data_survives_the_retirement_of_its_owner() -> None:
+    with LocalCluster(**WORKERS) as cluster, Client(cluster) as client:
+        client.register_worker_plugin(GPUIPCPlugin())
+        a, b, c = addresses(client)
+        source = client.submit(make, workers=[a], allow_other_workers=True, pure=False)
+        alone = client.submit(make, LARGE, 1, workers=[a], allow_other_workers=True, pure=False)
+        held = move(client, source, b)
+        view = move(client, source, b, lambda x: x[100:])
+        wait(alone)
+        client.retire_workers([a], close_workers=True)
+        until(lambda: addresses(client) == sorted([b, c]), "the worker to leave")
+        assert same(alone.result(), LARGE, 1)
+        assert move(client, held, c, same, LARGE, 0).result()
+        assert np.array_equal(view.result(), make()[100:])
+        del source, alone, held, view
+        check_nothing_left(client)
 
 
 class Unavailable(GPUIPCPlugin):
@@ -211,9 +218,12 @@ asyncio.run(main())
 def test_preload(tmp_path: Path) -> None:
     """``dask worker --preload dask_gpuipc``, as processes that users start."""
     scheduler_file = tmp_path / "scheduler.json"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     start = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--port", "0"]
     processes = [
-        subprocess.Popen([*start, "--no-dashboard", "--scheduler-file", str(scheduler_file)])
+        subprocess.Popen(
+            [*start, "--no-dashboard", "--scheduler-file", str(scheduler_file)], env=env
+        )
     ]
     try:
         until(scheduler_file.exists, "the scheduler")
@@ -221,7 +231,7 @@ def test_preload(tmp_path: Path) -> None:
         options = ["--no-dashboard", "--preload", "dask_gpuipc", "--memory-limit", "4GB"]
         for nanny in ("--nanny", "--no-nanny"):
             command = [*worker, *options, nanny, "--scheduler-file", str(scheduler_file)]
-            processes.append(subprocess.Popen(command))
+            processes.append(subprocess.Popen(command, env=env))
         with Client(scheduler_file=str(scheduler_file), timeout=60) as client:
             client.wait_for_workers(2, timeout=60)
             a, b = addresses(client)

@@ -247,10 +247,13 @@ def test_replicate_goes_by_handle(shared: Client) -> None:
 
 def test_configuration_on_the_worker_is_used() -> None:
     options = {**WORKERS, "n_workers": 2}
-    with dask.config.set({"gpuipc.min-bytes": "1 TiB"}):
-        with LocalCluster(**options) as cluster, Client(cluster) as client:
-            client.register_worker_plugin(GPUIPCPlugin())
-            a, b = addresses(client)
-            source = client.submit(make, workers=[a], pure=False)
-            assert move(client, source, b, same, LARGE, 0).result()
-            assert arrays(client, "sent", "share") == 0
+    with (
+        dask.config.set({"gpuipc.min-bytes": "1 TiB"}),
+        LocalCluster(**options) as cluster,
+        Client(cluster) as client,
+    ):
+        client.register_worker_plugin(GPUIPCPlugin())
+        a, b = addresses(client)
+        source = client.submit(make, workers=[a], pure=False)
+        assert move(client, source, b, same, LARGE, 0).result()
+        assert arrays(client, "sent", "share") == 0

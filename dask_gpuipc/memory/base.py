@@ -128,6 +128,9 @@ class Memory(Protocol):
     def prepare(self, arrays: Sequence[Any]) -> Preparation | None:
         """Begin to finish these arrays; None when they are always finished. Raises nothing."""
 
+    def pin_copies(self, array: Any) -> bool:
+        """Whether `pin` would make a copy of this array now."""
+
     def pin(self, array: Any, prepared: Preparation | None) -> Pin:
         """Find the allocation of an array and hold its bytes in place."""
 

@@ -269,6 +269,12 @@ class HostMemory:
             release=partial(self._release, slot),
         )
 
+    def pin_copies(self, array: np.ndarray[Any, Any]) -> bool:
+        """Whether there is no slot with a copy of this live array."""
+        with self._lock:
+            slot = self._slots.get(id(array))
+            return slot is None or slot.ref() is not array
+
     def _reuse(self, array: np.ndarray[Any, Any], dtype: str) -> _Slot | None:
         slot = self._slots.get(id(array))
         # ids are reused, and an array's shape can be set in place
@@ -389,7 +395,7 @@ class HostMemory:
         array: np.ndarray[Any, Any] = np.ndarray(
             layout.shape,
             decode_dtype(layout.dtype),
-            base,  # type: ignore[arg-type]
+            base,
             layout.offset - start,
             layout.strides,
         )
@@ -523,7 +529,7 @@ def _checked_fd(fd: int, nbytes: int) -> int:
 
 
 def _pwrite(fd: int, data: np.ndarray[Any, Any], offset: int) -> None:
-    view = memoryview(data)
+    view = memoryview(data)  # type: ignore[arg-type]
     while view:
         written = os.pwrite(fd, view[:MAX_WRITE], offset)
         if not written:

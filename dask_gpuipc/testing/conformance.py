@@ -119,6 +119,7 @@ def _names_are_unique(bench: Bench) -> None:
     for i in range(10):
         array = bench.arrays.fill(i)
         with bench.pinned(array) as one, bench.pinned(array) as two:
+            assert not bench.memory.pin_copies(array), "a second pin of one array copies it"
             assert (one.allocation, one.block) == (two.allocation, two.block)
             place = name_of(one.allocation)
         assert place not in seen, f"allocation {place} came back after it was given up"

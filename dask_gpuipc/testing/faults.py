@@ -169,6 +169,10 @@ class FaultyMemory:
         """As the inner one."""
         return self._faults.run("prepare", partial(self.inner.prepare, arrays))
 
+    def pin_copies(self, array: Any) -> bool:
+        """As the inner one."""
+        return self._faults.run("pin_copies", partial(self.inner.pin_copies, array))
+
     def pin(self, array: Any, prepared: Preparation | None) -> Pin:
         """As the inner one; an error after it releases the pin."""
         return self._faults.run(

@@ -102,8 +102,12 @@ class CudaMemory:
         return cupy is not None and type(obj) is getattr(cupy, "ndarray", None)
 
     def devices(self) -> tuple[str, ...]:
-        """UUIDs of the GPUs that this process sees, in the order of their ordinals."""
-        return tuple(self._by_uuid)
+        """UUID of the GPU on which plain Dask would put a received chunk: ordinal 0.
+
+        A worker of LocalCUDACluster sees all GPUs, its own first. A chunk of another one must not
+        arrive there, and goes as bytes until pairs of GPUs are supported.
+        """
+        return tuple(self._by_uuid)[:1]
 
     def rung(self, preferred: str) -> Rung:
         """``copy``, unless ``share`` is asked for."""
@@ -115,6 +119,10 @@ class CudaMemory:
         """Put a mark behind all work on the arrays' devices; copies what another process lent."""
         mine = [array for array in arrays if self.accepts(array)]
         return CudaPreparation(self._devices, mine) if mine else None
+
+    def pin_copies(self, array: Any) -> bool:
+        """Never: bytes stay where they are."""
+        return False
 
     def pin(self, array: Any, prepared: Preparation | None) -> Pin:
         """Find the allocation of an array that ``prepared`` covers, and hold its bytes."""
@@ -144,9 +152,10 @@ class CudaMemory:
             os.close(fd)
         device = self._by_uuid.get(announcement.device)
         if device is None:
+            visible = ", ".join(self._by_uuid)
             raise OpenFailed(
                 Failure.OPEN_FAILED,
-                f"device {announcement.device!r} is not visible here; visible: {self.devices()}",
+                f"device {announcement.device!r} is not visible here; visible: {visible}",
             )
         return open_mapping(device, announcement)
 
