@@ -357,13 +357,12 @@ class Endpoint:
         self._finish()
 
     def _finish(self) -> None:
-        if self._closed.is_set() or self.exporter.leases or self.importer.holding:
+        if self._closed.is_set() or not self._end():
             return
         self._closed.set()
         self._ticker.cancel()
         for task in self._redials:
             task.cancel()
-        self.importer.close()
         for channel in self._channels:
             channel.close()
         self._channels.clear()
@@ -373,6 +372,13 @@ class Endpoint:
         for memory in self.memories:
             memory.close()
         _lingering.discard(self)
+
+    def _end(self) -> bool:
+        """End each side once it holds nothing; whether both have."""
+        imports, exports = self.importer.close(), self.exporter.close()
+        if imports:
+            self.importer.clear()
+        return imports and exports
 
     @property
     def closed(self) -> bool:

@@ -28,6 +28,7 @@ from dask_gpuipc.wire import (
     Announce,
     Answer,
     Ask,
+    Closed,
     Descriptor,
     Evicted,
     Leave,
@@ -133,6 +134,7 @@ class Exporter:
         self._lease_numbers = itertools.count(1)
         self._consumers: dict[str, Consumer] = {}
         self._warned = False
+        self._closed = False
 
     def __repr__(self) -> str:
         with self._lock:
@@ -205,6 +207,10 @@ class Exporter:
                 self._change(peer, evicted=(memory, allocation, generation))
             case Leave():
                 self._change(peer, left=True)
+            case Closed():
+                # A descriptor that is still on its way will be refused there.
+                self._change(peer, left=True)
+                self._handle(lease.PeerDied(peer))
             case _:
                 logger.debug("a consumer sent %s", type(message).__name__)
 
@@ -241,6 +247,12 @@ class Exporter:
                 consumer.denied.discard(place)
             if known:
                 consumer.channel.post(Withdraw(*place))
+
+    def close(self) -> bool:
+        """End for good if no lease lives: no offer will be taken any more. Whether it did."""
+        with self._lock:
+            self._closed |= not len(self._ledger)
+            return self._closed
 
     # -- transfers --------------------------------------------------------------------------------
 
@@ -392,7 +404,13 @@ class Exporter:
 
     def _handle(self, event: Event) -> list[Action]:
         with self._lock:
-            actions = self._ledger.handle(event)
+            if self._closed and isinstance(event, lease.Offered):
+                actions: list[Action] = [
+                    lease.Refuse(event.lease, Refusal.STOPPING),
+                    lease.Unpin(event.pin),
+                ]
+            else:
+                actions = self._ledger.handle(event)
         for action in actions:
             match action:
                 case lease.Unpin(pin):

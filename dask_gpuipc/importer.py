@@ -33,6 +33,7 @@ from dask_gpuipc.wire import (
     Announce,
     Answer,
     Ask,
+    Closed,
     Descriptor,
     Evicted,
     Leave,
@@ -178,6 +179,7 @@ class Importer:
         self._ended: deque[tuple[Producer, int, str]] = deque()
         self._owners: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._closed = False
+        self._cleared = False
         _importers[peer] = self
 
     def __repr__(self) -> str:
@@ -367,6 +369,8 @@ class Importer:
         place = (descriptor.memory, descriptor.allocation, descriptor.generation)
         with self._lock:
             entry = producer.entries.get(place)
+            if self._closed:
+                raise OpenFailed(Failure.BARRED, "this endpoint has ended")
             if descriptor.transfer in producer.barred:
                 raise OpenFailed(Failure.BARRED, f"transfer {descriptor.transfer}")
             if descriptor.lease in producer.loaded:
@@ -507,14 +511,23 @@ class Importer:
             else:
                 memory.executor.submit(_close_entry, entry)
 
-    def close(self) -> None:
-        """Take no announcements any more, and close what no array is in. Idempotent."""
-        self._closed = True
-        self.collect()
+    def close(self) -> bool:
+        """End for good if nothing is held: nothing will be loaded any more. Whether it did."""
         with self._lock:
+            self._closed |= not any(p.held for p in self._producers.values())
+        return self._closed
+
+    def clear(self) -> None:
+        """Close all mappings of a closed importer, and tell the producers. Idempotent."""
+        with self._lock:
+            if self._cleared:
+                return
+            self._cleared = True
             pairs = [(p, list(p.entries.values())) for p in self._producers.values()]
         for producer, entries in pairs:
             self._close(producer, entries)
+            if producer.channel is not None:
+                producer.channel.post(Closed(self.peer))
 
 
 def _ended(

@@ -202,9 +202,19 @@ class Leave:
     peer: str
 
 
-Message = Hello | Welcome | Announce | Withdraw | Evicted | Ask | Answer | Release | Nack | Leave
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Consumer to producer, last: I hold nothing of yours, and will load nothing any more."""
+
+    peer: str
+
+
+Message = (
+    Hello | Welcome | Announce | Withdraw | Evicted | Ask | Answer | Release | Nack | Leave | Closed
+)
 MESSAGES: Final[tuple[type[Message], ...]] = (
     Hello, Welcome, Announce, Withdraw, Evicted, Ask, Answer, Release, Nack, Leave,
+    Closed,
 )  # fmt: skip
 """The position is the code on the wire: append only, or raise `WIRE_VERSION`."""
 

@@ -19,6 +19,7 @@ LINGERING = {
     r"thread 'QueueFeederThread'": "multiprocessing's, of the queues between nannies and workers",
     r"thread 'AsyncProcess": "distributed.process: watches a worker, ends after its process",
     r"thread 'ThreadPoolExecutor": "dask.threaded: the pool of local computations, never shut down",
+    r"thread 'gpuipc-cuda": "a memory's: a daemon that ends after ten seconds without work",
     r"thread 'asyncio_\d": "the default executor of a loop: ends when the loop is closed",
 }
 # A cluster that outlives the test, in a fixture of a wider scope, starts and stops workers.
