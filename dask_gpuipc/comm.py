@@ -5,9 +5,9 @@ Three hooks into one worker, each put in place by `Hooks.install` and undone by 
 - ``worker.rpc.connection_args`` is *replaced* by one whose ``handshake_overrides`` carry the
   advertisement (the scheduler itself passes overrides there). The dict is shared with
   ``worker.connection_args`` and must not be changed in place. Idle connections are remade.
-- ``worker.handlers["get_data"]`` is wrapped. Only the side that has the data decides that it goes by
-  handle, and only for a peer that said it can read it: a worker that *asked* for a family that the
-  other side lacks would never get an answer.
+- ``worker.handlers["get_data"]`` is wrapped. Only the side that has the data decides that it goes
+  by handle, and only for a peer that said it can read it: a worker that *asked* for a family that
+  the other side lacks would never get an answer.
 - ``worker.gather_dep`` is wrapped, to ask once more, as bytes, when a handle could not be opened.
 """
 

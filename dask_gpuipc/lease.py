@@ -261,7 +261,7 @@ class Ledger:
 
     def _granted(self, number: int) -> list[Action]:
         transfer = self._transfers.get(number)
-        if transfer is None:
+        if transfer is None or not transfer.open:
             return []
         if transfer.doubled:
             return self._failed(number)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import dask
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, Worker, wait
@@ -139,7 +140,10 @@ def check_nothing_left(client: Client) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(**WORKERS) as cluster:
+    # The active memory manager drops redundant replicas at its own times: of two that a test has
+    # made different on purpose it may keep either.
+    config = {"distributed.scheduler.active-memory-manager.start": False}
+    with dask.config.set(config), LocalCluster(**WORKERS) as cluster:
         yield cluster
 
 

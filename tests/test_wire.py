@@ -29,6 +29,7 @@ from dask_gpuipc.wire import (
     Announce,
     Answer,
     Ask,
+    Closed,
     Descriptor,
     Evicted,
     Hello,
@@ -85,6 +86,7 @@ GOLDEN_MESSAGES = [
     (Release((1, 200, 1 << 33)), "9301079301ccc8cf0000000200000000"),
     (Nack(8, Failure.STALE, "cuda", 3, 99), "97010808a57374616c65a4637564610363"),
     (Leave("peer"), "930109a470656572"),
+    (Closed("peer"), "93010aa470656572"),
 ]
 
 

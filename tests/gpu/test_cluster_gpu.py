@@ -99,13 +99,13 @@ def test_writing_into_an_input(client: Client, transfer: str, rung: str) -> None
 @pytest.mark.parametrize("transfer", ["copy", "share"])
 def test_workflows_equal_numpy(client: Client, transfer: str) -> None:
     client.register_worker_plugin(GPUIPCPlugin(transfer=transfer))
-    whole = np.random.default_rng(1).integers(0, 100, (2048, 2048)).astype("f8")
+    whole = np.random.default_rng(1).integers(0, 100, (1024, 1024)).astype("f8")
     with dask.config.set({"array.rechunk.method": "tasks"}):
-        x = da.from_array(whole, chunks=512).map_blocks(to_gpu)
+        x = da.from_array(whole, chunks=256).map_blocks(to_gpu)
         for expression, want in (
             (x + x.T, whole + whole.T),
             (x @ x.T, whole @ whole.T),
-            (x.rechunk((2048, 128)).cumsum(axis=0), whole.cumsum(axis=0)),
+            (x.rechunk((1024, 64)).cumsum(axis=0), whole.cumsum(axis=0)),
             (x[::-2, 5:], whole[::-2, 5:]),
         ):
             got = client.compute(expression.map_blocks(from_gpu)).result()
