@@ -188,9 +188,13 @@ def test_a_reused_address_is_a_new_generation(peer):
     assert allocation in memory().trim()
     with pytest.raises(Refused, match="not pinned"):
         memory().handle(allocation)
-    with pytest.raises(Failed) as failed:
-        peer.call(open_, "m", old)
-    assert failed.value.reason is Failure.STALE
+    # The driver opens the old handle too, and gives the memory that is there now: nothing but the
+    # lease keeps a consumer from reading what it was not sent (seen with driver 580).
+    peer.call(open_, "old", old)
+    peer.call(load, "seen", "old", pin.layout, "copy")
+    assert peer.call(look, "seen")[0].min() == 2.0
+    peer.call(drop, "seen")
+    peer.call(close, "old")
     peer.call(open_, "m", new)
     peer.call(load, "x", "m", pin.layout, "copy")
     assert peer.call(look, "x")[0].min() == 2.0

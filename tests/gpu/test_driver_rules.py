@@ -214,7 +214,7 @@ def test_a_handle_of_freed_memory_is_stale(peer):
     with pytest.raises(Failed) as failed:
         peer.call(open_, "m", announcement)
     assert failed.value.reason is Failure.STALE
-    assert memory().collect() == [allocation]
+    assert allocation in memory().collect()
 
 
 def test_uuids_are_the_runtimes():
@@ -223,7 +223,7 @@ def test_uuids_are_the_runtimes():
     import cupy
 
     devices = memory().devices()
-    assert len(devices) == cupy.cuda.runtime.getDeviceCount()
+    assert len(devices) == 1  # that of ordinal 0, where plain Dask would put a received chunk
     for ordinal, name in enumerate(devices):
         raw = cupy.cuda.runtime.getDeviceProperties(ordinal)["uuid"]
         assert name == f"GPU-{uuid.UUID(bytes=bytes(np.frombuffer(raw, 'u1')[:16]))}"
