@@ -11,7 +11,6 @@ import time
 import numpy as np
 import pytest
 from cuda_peer import (
-    Failed,
     announce,
     close,
     close_behind_kernel,
@@ -34,7 +33,7 @@ from cuda_peer import (
     write,
 )
 
-from dask_gpuipc.errors import Failure, Refusal, Refused
+from dask_gpuipc.errors import Refusal, Refused
 from dask_gpuipc.memory.base import Rung
 from dask_gpuipc.memory.cuda.copying import dense_strides
 
