@@ -383,7 +383,10 @@ async def dial(
     Returns the connected socket. Raises `ChannelError` when that takes longer than ``timeout``
     seconds, the socket cannot be reached, or the process behind it is not the one that advertised.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        raise ChannelBroken(f"no socket to be had: {error}") from error
     sock.setblocking(False)
     try:
         async with asyncio.timeout(timeout):
@@ -413,10 +416,8 @@ def check_credentials(sock: socket.socket, pid: int | None) -> None:
         Another user; the overflow uid (a foreign user namespace); pid 0 (a foreign pid namespace);
         another pid than the claimed one.
     """
-    size = struct.calcsize("3i")
-    found, uid, _ = struct.unpack(
-        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    )
+    ucred = struct.Struct("iII")  # pid, uid, gid
+    found, uid, _ = ucred.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, ucred.size))
     if uid != os.geteuid() or uid == process.overflow_uid():
         raise ChannelBroken(f"the other side runs as uid {uid}, this one as {os.geteuid()}")
     if found == 0:

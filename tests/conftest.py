@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
+import tempfile
 
 import pytest
 
@@ -50,3 +52,10 @@ def nothing_is_left(request):
         yield
         if request.node.stash.get(failed, False):
             stack.pop_all()
+
+
+@pytest.fixture
+def short_path():
+    """A directory with room for a socket's path, which tmp_path has not."""
+    with tempfile.TemporaryDirectory(prefix="gpuipc-") as directory:
+        yield pathlib.Path(directory)
