@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import resource
 import signal
 import time
 import traceback
@@ -48,6 +49,26 @@ def run(main: Awaitable[T]) -> T:
         return result
 
     return asyncio.run(limited())
+
+
+@contextlib.contextmanager
+def descriptors_used_up(free: int = 0) -> Iterator[None]:
+    """Within, so many more descriptors can be opened, and not one more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    used = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                used.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(free):
+            os.close(used.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in used:
+            os.close(fd)
 
 
 class Child:

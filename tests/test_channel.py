@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -18,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
-from helpers import child, run, until, wait_until
+from helpers import child, descriptors_used_up, run, until, wait_until
 
 from dask_gpuipc import channel as channel_module
 from dask_gpuipc import process
@@ -52,6 +51,12 @@ from dask_gpuipc.wire import (
     Welcome,
     encode_message,
 )
+
+
+@pytest.fixture(autouse=True)
+def strangers_have_time(monkeypatch):
+    """So that no test passes because a stranger was too slow."""
+    monkeypatch.setattr(channel_module, "HELLO_TIMEOUT", 600.0)
 
 
 class Side:
@@ -705,26 +710,6 @@ def test_more_descriptors_than_any_message_has_are_all_closed():
             assert side.channel.usable
 
     run(main())
-
-
-@contextmanager
-def descriptors_used_up(free: int = 0):
-    """Within, so many more descriptors can be opened, and not one more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(map(int, os.listdir("/proc/self/fd")))
-    used = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, hard))
-    try:
-        with suppress(OSError):
-            while True:
-                used.append(os.open("/dev/null", os.O_RDONLY))
-        for _ in range(free):
-            os.close(used.pop())
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in used:
-            os.close(fd)
 
 
 @pytest.mark.parametrize("free", [0, 1])

@@ -281,7 +281,7 @@ class HostMemory:
         if slot is None or slot.ref() is not array:
             return None
         kept = slot.layout
-        if (kept.dtype, kept.shape, kept.writeable) != (dtype, array.shape, array.flags.writeable):
+        if (kept.dtype, kept.shape, kept.writeable) != (dtype, array.shape, _writeable(array)):
             return None
         slot.uses += 1
         return slot
@@ -294,13 +294,12 @@ class HostMemory:
             arena, offset, fresh = self._take(room)
         except (OSError, ValueError) as error:
             raise Refused(Refusal.NO_MEMORY, f"an arena for {room} bytes: {error}") from error
-        layout = Layout(
-            offset, dtype, array.itemsize, array.shape, strides, bool(array.flags.writeable)
-        )
+        layout = Layout(offset, dtype, array.itemsize, array.shape, strides, _writeable(array))
         slot = _Slot(arena, offset, room, layout, id(array), weakref.ref(array))
         try:
             arena.write(offset, solid, layout, fresh or self._pressed(room))
         except (OSError, MemoryError) as error:
+            arena.punched = True  # its pages may not be there: a mapping would be a SIGBUS
             self._release(slot)
             raise Refused(Refusal.NO_MEMORY, f"{room} bytes of an arena: {error}") from error
         with self._lock:
@@ -388,17 +387,10 @@ class HostMemory:
     def load(self, mapping: Mapping, layout: Layout, rung: Rung) -> Imported:
         """Map the pages of one array, private to this process."""
         assert isinstance(mapping, _Mapped)
-        low, high = layout.extent()
-        start = low // PAGE * PAGE
-        block = _map_private(mapping.fd, start, high - start)
-        base = np.asarray(block)
-        array: np.ndarray[Any, Any] = np.ndarray(
-            layout.shape,
-            decode_dtype(layout.dtype),
-            base,
-            layout.offset - start,
-            layout.strides,
-        )
+        try:
+            array, block = _array_in(mapping, layout)
+        except ValueError as error:
+            raise OpenFailed(Failure.MALFORMED, str(error)) from error
         if not layout.writeable:
             array.flags.writeable = False
         return Imported(array, Rung.SHARE, owner=block)
@@ -494,6 +486,16 @@ class _Block:
         }
 
 
+def _array_in(mapping: _Mapped, layout: Layout) -> tuple[np.ndarray[Any, Any], _Block]:
+    # WireError of a layout or dtype, ValueError of a shape beyond NumPy: the caller translates
+    dtype = decode_dtype(layout.dtype)
+    low, high = layout.extent()
+    start = low // PAGE * PAGE
+    block = _map_private(mapping.fd, start, high - start)
+    place = layout.offset - start
+    return np.ndarray(layout.shape, dtype, np.asarray(block), place, layout.strides), block
+
+
 def _map_private(fd: int, offset: int, nbytes: int) -> _Block:
     # not mmap.mmap: before Python 3.13 it keeps a duplicate of the descriptor for each mapping
     address = _libc.mmap(
@@ -549,6 +551,11 @@ def _without_broadcast(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if 0 not in array.strides:
         return array
     return array[tuple(slice(None) if s else slice(1) for s in array.strides)]
+
+
+def _writeable(array: np.ndarray[Any, Any]) -> bool:
+    """As plain Dask delivers it: what it has to copy because of its strides may be written."""
+    return bool(array.flags.writeable or not (array.flags.forc or 0 in array.strides))
 
 
 def _strides(array: np.ndarray[Any, Any], solid: np.ndarray[Any, Any]) -> tuple[int, ...]:

@@ -269,7 +269,6 @@ class _Imports:
 
     def forget(self, name: int) -> None:
         del self._arrays[name]
-        gc.collect()
         fence = self.memory.fence()
         if fence is not None:
             fence.result(LIMIT)
