@@ -132,7 +132,7 @@ class Hooks:
             return Refusal.STOPPING
         if serializers is not None:
             return Refusal.NAMED_SERIALIZERS
-        if comm.local_address.partition("://")[0] not in SCHEMES:
+        if _scheme(comm.local_address) not in SCHEMES:
             return Refusal.OTHER_TRANSPORT
         return None
 
@@ -224,6 +224,12 @@ class Hooks:
             return GatherDepFailureEvent.from_exception(
                 error, **common, stimulus_id=f"gather-dep-failed-{time.time()}"
             )
+
+
+def _scheme(address: str) -> str:
+    """Of a comm's own address; the accepting side of a web socket tells its host only."""
+    scheme, separator, _ = address.partition("://")
+    return scheme if separator else "ws"
 
 
 def _leaves(values: Iterable[Any]) -> Iterator[Any]:

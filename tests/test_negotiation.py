@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from typing import Any
 
 import dask
@@ -190,6 +192,42 @@ def test_tls_clusters_share(tmp_path: Any) -> None:
         assert arrays(client, "sent", "share") == 1
         del source
         check_nothing_left(client)
+
+
+def test_websocket_clusters_share() -> None:
+    options = {**WORKERS, "n_workers": 2, "protocol": "ws://"}
+    with LocalCluster(**options) as cluster, Client(cluster) as client:
+        client.register_worker_plugin(GPUIPCPlugin())
+        a, b = addresses(client)
+        assert a.startswith("ws://")
+        source = client.submit(make, workers=[a], pure=False)
+        assert move(client, source, b, same, LARGE, 0).result()
+        assert arrays(client, "sent", "share") == 1
+        del source
+        check_nothing_left(client)
+
+
+def sockets_in(folder: str) -> int:
+    return len(glob.glob(f"{folder}/dask-gpuipc-*-{os.getpid()}-*/s"))
+
+
+def test_the_socket_directory_is_configured_on_the_worker(short_path: Any) -> None:
+    """Where the temporary directory is private to each process, or its path too long."""
+    options = {**WORKERS, "n_workers": 2}
+    with (
+        dask.config.set({"gpuipc.socket-directory": str(short_path)}),
+        LocalCluster(**options) as cluster,
+        Client(cluster) as client,
+    ):
+        client.register_worker_plugin(GPUIPCPlugin())
+        a, b = addresses(client)
+        assert client.run(sockets_in, str(short_path)) == {a: 1, b: 1}
+        source = client.submit(make, workers=[a], pure=False)
+        assert move(client, source, b, same, LARGE, 0).result()
+        assert arrays(client, "sent", "share") == 1
+        del source
+        check_nothing_left(client)
+        assert client.run(sockets_in, str(short_path)) == {a: 0, b: 0}
 
 
 def test_pinned_bytes_stay_within_the_limit(client: Client) -> None:
