@@ -60,6 +60,8 @@ MAX_PATH: Final = 107
 MAX_STRANGERS: Final = 64
 """Connections that have not said Hello; beyond it the oldest is closed."""
 HELLO_TIMEOUT: Final = 5.0
+ACCEPT_AGAIN: Final = 0.1
+"""Seconds without accepting after a connection for which no descriptor was free."""
 PREFIX: Final = "dask-gpuipc"
 
 OnMessage = Callable[["Channel", Message, tuple[int, ...]], None]
@@ -317,8 +319,11 @@ class Listener:
     def _on_connection(self) -> None:
         try:
             sock, _ = self._sock.accept()
-        except OSError:
-            return  # gone already, or no descriptor free: the dialler's limit deals with it
+        except OSError as error:
+            # else it is gone already
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._pause()
+            return
         try:
             check_credentials(sock, None)
         except ChannelError:
@@ -330,6 +335,15 @@ class Listener:
             self._dismiss(next(iter(self._strangers)))
         self._strangers[sock] = self._loop.call_later(HELLO_TIMEOUT, self._dismiss, sock)
         self._loop.add_reader(sock.fileno(), self._on_hello, sock)
+
+    def _pause(self) -> None:
+        """Without a descriptor to be had the socket stays readable: look again in a while."""
+        self._loop.remove_reader(self._sock.fileno())
+        self._loop.call_later(ACCEPT_AGAIN, self._resume)
+
+    def _resume(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.add_reader(self._sock.fileno(), self._on_connection)
 
     def _on_hello(self, sock: socket.socket) -> None:
         try:

@@ -85,7 +85,7 @@ class Endpoint:
         self.peer = secrets.token_hex(16)
         self.on_producer_left: Callable[[str], None] = _nothing
         self._loop = asyncio.get_running_loop()
-        self._watches: dict[str, Watch] = {}
+        self._watches: dict[tuple[str, str], Watch] = {}  # by direction and peer
         self._channels: set[Channel] = set()
         self._dialling: dict[str, asyncio.Future[Consumer]] = {}
         self._failed_dials: dict[str, float] = {}
@@ -210,9 +210,10 @@ class Endpoint:
     async def _dial(self, them: Advertisement) -> Consumer:
         me = self.advertisement
         hello = Hello(them.token, me.peer, them.peer, me.pid, me.start_time)
+        granted = self.exporter.granted_to(them.peer)
         try:
             died = partial(self._consumer_died, them)
-            self._watch(f"to {them.peer}", them.pid, them.start_time, died)
+            self._watch(("to", them.peer), them.pid, them.start_time, died)
             sock = await dial(them, hello, self._loop, self.settings.dial_timeout)
         except (ChannelError, ProcessLookupError, MemoryUnavailable) as error:
             logger.info("No channel to worker process %d: %s", them.pid, error)
@@ -224,7 +225,7 @@ class Endpoint:
             partial(self._consumer_broke, them),
         )
         self._channels.add(channel)
-        return self.exporter.attach(them, channel)
+        return self.exporter.attach(them, channel, granted)
 
     def _from_consumer(
         self, peer: str, channel: Channel, message: Message, fds: tuple[int, ...]
@@ -244,6 +245,9 @@ class Endpoint:
             task = self._loop.create_task(self._redial(them))
             self._redials.add(task)
             task.add_done_callback(self._redials.discard)
+        elif them.peer not in self._dialling:
+            self.exporter.forget(them.peer)
+            self._forget_peers()
 
     async def _redial(self, them: Advertisement) -> None:
         """A peer that lives and holds leases must be able to release them."""
@@ -275,7 +279,7 @@ class Endpoint:
         producer = self.importer.attach(hello.peer)
         try:
             died = partial(self._producer_died, producer)
-            self._watch(f"from {hello.peer}", hello.pid, hello.start_time, died)
+            self._watch(("from", hello.peer), hello.pid, hello.start_time, died)
         except (ProcessLookupError, MemoryUnavailable) as error:
             self.importer.died(producer)
             raise ChannelBroken(f"process {hello.pid}: {error}") from error
@@ -286,8 +290,8 @@ class Endpoint:
             partial(self._producer_broke, producer),
         )
         self._channels.add(channel)
-        producer.channel = channel
         channel.post(Welcome(self.peer))
+        self.importer.connect(producer, channel)
 
     def _from_producer(
         self, producer: Producer, channel: Channel, message: Message, fds: tuple[int, ...]
@@ -301,7 +305,11 @@ class Endpoint:
         logger.info("Channel from %r ended: %s", producer, error)
         self.importer.detach(producer, channel)
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._channels.discard, channel)
+            self._loop.call_soon_threadsafe(self._producer_gone, channel)
+
+    def _producer_gone(self, channel: Channel) -> None:
+        self._channels.discard(channel)
+        self._forget_peers()
 
     def _producer_died(self, producer: Producer) -> None:
         if producer.channel is not None:
@@ -314,7 +322,9 @@ class Endpoint:
 
     # -- both -------------------------------------------------------------------------------------
 
-    def _watch(self, key: str, pid: int, started: int, on_death: Callable[[], None]) -> None:
+    def _watch(
+        self, key: tuple[str, str], pid: int, started: int, on_death: Callable[[], None]
+    ) -> None:
         def died() -> None:
             self._watches.pop(key, None)
             on_death()
@@ -327,8 +337,24 @@ class Endpoint:
         for memory in self.memories:
             self._withdraw(memory, collect=False)
         self.importer.trim()
+        self._forget_peers()
         if self._stopping:
             self._finish()
+
+    def _forget_peers(self) -> None:
+        """Watch no process, and remember no failed dial, for longer than it is of use."""
+        peers = len(self.exporter.consumers()) + self.importer.producers + len(self._dialling)
+        if len(self._watches) > peers:
+            for key in [k for k in self._watches if not self._wanted(*k)]:
+                self._watches.pop(key).close()
+        oldest = time.monotonic() - self.settings.dial_again
+        for peer in [p for p, failed in self._failed_dials.items() if failed < oldest]:
+            del self._failed_dials[peer]
+
+    def _wanted(self, way: str, peer: str) -> bool:
+        if way == "from":
+            return self.importer.knows(peer)
+        return self.exporter.consumer(peer) is not None or peer in self._dialling
 
     def _withdraw(self, memory: Memory, *, collect: bool) -> None:
         for allocation in memory.collect() if collect else memory.trim():

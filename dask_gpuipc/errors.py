@@ -81,6 +81,8 @@ class Failure(StrEnum):
     STALE = "stale"
     """The handle names memory that its owner has freed."""
     OUT_OF_BOUNDS = "out_of_bounds"
+    BUSY = "busy"
+    """The allocation's address is still open from an earlier allocation, which closes soon."""
     OPEN_FAILED = "open_failed"
     NO_MEMORY = "no_memory"
     ERROR = "error"

@@ -13,9 +13,10 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
 from dask_gpuipc import lease
 from dask_gpuipc.channel import Channel
@@ -31,6 +32,7 @@ from dask_gpuipc.wire import (
     Closed,
     Descriptor,
     Evicted,
+    Held,
     Leave,
     Message,
     Nack,
@@ -45,6 +47,8 @@ current_transfer: ContextVar[Transfer | None] = ContextVar("gpuipc_transfer", de
 Place = tuple[str, int, int]
 """Memory, allocation, generation."""
 
+MAX_BUSY: Final = 3
+"""Failures of one allocation because its address is still open, until it is denied."""
 # What one failed open says about the next: the handle is bad, or it was bad luck.
 _DENYING = (Failure.STALE, Failure.OPEN_FAILED, Failure.OUT_OF_BOUNDS, Failure.ERROR)
 
@@ -59,6 +63,9 @@ class Consumer:
         self.lock = threading.Lock()
         self.announced: set[Place] = set()
         self.denied: set[Place] = set()
+        self.failures: Counter[Place] = Counter()
+        self.unconfirmed: set[int] = set()
+        """Leases that its list of what it holds has not named yet."""
         self.left = False
 
     def __repr__(self) -> str:
@@ -154,8 +161,17 @@ class Exporter:
 
     # -- peers ------------------------------------------------------------------------------------
 
-    def attach(self, them: Advertisement, channel: Channel) -> Consumer:
-        """Begin with a peer, or go on with it over a new channel."""
+    def granted_to(self, peer: str) -> set[int]:
+        """Leases that a peer has said OK to; asked for before its channel is dialled."""
+        with self._lock:
+            return self._ledger.granted_to(peer)
+
+    def attach(self, them: Advertisement, channel: Channel, granted: set[int]) -> Consumer:
+        """Begin with a peer, or go on with it over a new channel.
+
+        ``granted`` is what `granted_to` gave before that was dialled. The peer begins with a list
+        of what it holds; the rest of these was released over a channel that broke.
+        """
         with self._lock:
             consumer = self._consumers.get(them.peer)
             disputed = self._ledger.disputed(them.peer)
@@ -164,6 +180,7 @@ class Exporter:
         with consumer.lock:
             consumer.channel = channel
             consumer.announced.clear()
+            consumer.unconfirmed = granted
         for transfer in disputed:
             channel.post(Ask(transfer))
         return consumer
@@ -203,6 +220,8 @@ class Exporter:
                 self._handle(lease.Answered(peer, transfer, leases))
             case Nack():
                 self._nacked(peer, message)
+            case Held(leases, last):
+                self._confirmed(peer, leases, last)
             case Evicted(memory, allocation, generation):
                 self._change(peer, evicted=(memory, allocation, generation))
             case Leave():
@@ -216,15 +235,26 @@ class Exporter:
 
     def _nacked(self, peer: str, nack: Nack) -> None:
         place = (nack.memory, nack.allocation, nack.generation)
-        self._change(peer, evicted=place, denied=nack.reason in _DENYING)
+        self._change(peer, evicted=place, failure=nack.reason)
         self._handle(lease.Released(peer, (nack.lease,)))
+
+    def _confirmed(self, peer: str, leases: tuple[int, ...], last: bool) -> None:
+        consumer = self._consumers.get(peer)
+        if consumer is None:
+            return
+        with consumer.lock:
+            consumer.unconfirmed.difference_update(leases)
+            if not last:
+                return
+            lost, consumer.unconfirmed = consumer.unconfirmed, set()
+        self._handle(lease.Released(peer, tuple(lost)))
 
     def _change(
         self,
         peer: str,
         *,
         evicted: Place | None = None,
-        denied: bool = False,
+        failure: Failure | None = None,
         left: bool = False,
     ) -> None:
         consumer = self._consumers.get(peer)
@@ -234,7 +264,9 @@ class Exporter:
             consumer.left |= left
             if evicted is not None:
                 consumer.announced.discard(evicted)
-                if denied:
+                if failure is Failure.BUSY:
+                    consumer.failures[evicted] += 1
+                if failure in _DENYING or consumer.failures[evicted] >= MAX_BUSY:
                     consumer.denied.add(evicted)
 
     def withdraw(self, kind: str, allocation: int, generation: int) -> None:
@@ -245,6 +277,7 @@ class Exporter:
                 known = place in consumer.announced
                 consumer.announced.discard(place)
                 consumer.denied.discard(place)
+                consumer.failures.pop(place, None)
             if known:
                 consumer.channel.post(Withdraw(*place))
 
@@ -313,7 +346,10 @@ class Exporter:
         raise Refused(Refusal.UNSUPPORTED_TYPE, type(obj).__name__)
 
     def _is_large(self, obj: Any) -> bool:
-        nbytes = getattr(obj, "nbytes", 0)
+        try:
+            nbytes = obj.nbytes
+        except Exception:  # noqa: BLE001 -- somebody's property; what it raises is not our business
+            return False
         return isinstance(nbytes, int) and nbytes >= max(self._smallest, 1)
 
     def _count_bytes(self, reason: Refusal, nbytes: int) -> None:

@@ -36,6 +36,7 @@ from dask_gpuipc.wire import (
     Closed,
     Descriptor,
     Evicted,
+    Held,
     Leave,
     Message,
     Nack,
@@ -49,6 +50,8 @@ MAX_REMEMBERED: Final = 16384
 """Numbers of loaded leases and barred transfers remembered for each producer."""
 MAX_ANNOUNCED: Final = 4096
 """Announcements kept; the longest idle one is evicted beyond it."""
+ON_ITS_WAY: Final = 60.0
+"""Seconds that an announcement waits, at least, for the first descriptor that names it."""
 
 failures: ContextVar[list[OpenFailed] | None] = ContextVar("gpuipc_failures", default=None)
 """Set while somebody stands ready to ask again as bytes; see `collecting_failures`."""
@@ -106,6 +109,8 @@ class _Entry:
     announcement: Announce
     fds: tuple[int, ...]
     uses: int = 0
+    loaded: bool = False
+    """Whether an array was ever loaded; until then its descriptor is on its way."""
     last_use: float = 0.0
     withdrawn: bool = False
     mapping: OpenMapping | None = None
@@ -195,6 +200,11 @@ class Importer:
         with self._lock:
             return sum(len(p.held) for p in self._producers.values())
 
+    @property
+    def producers(self) -> int:
+        """Peers that are attached."""
+        return len(self._producers)
+
     def mappings(self) -> tuple[int, int]:
         """Number and bytes of the allocations that are open."""
         with self._lock:
@@ -213,19 +223,44 @@ class Importer:
         with self._lock:
             return self._producers.setdefault(peer, Producer(peer))
 
+    def connect(self, producer: Producer, channel: Channel) -> None:
+        """Go on with a producer over a new channel: tell what is held, as releases may be lost."""
+        with self._lock:
+            producer.channel = channel
+            held = list(producer.held)
+        for i in range(0, max(len(held), 1), MAX_LEASES):
+            last = i + MAX_LEASES >= len(held)
+            channel.post(Held(tuple(held[i : i + MAX_LEASES]), last))
+
     def detach(self, producer: Producer, channel: Channel) -> None:
         """The channel ended while the process lives: what is held stays held."""
         with self._lock:
             if producer.channel is channel:
                 producer.channel = None
+            gone = self._forget(producer)
+        self._close(producer, gone)
+
+    def knows(self, peer: str) -> bool:
+        """Whether a producer is attached."""
+        return peer in self._producers
+
+    def _forget(self, producer: Producer) -> list[_Entry]:
+        """Forget a producer that comes to no more, and return what is to be closed. Lock held.
+
+        One that merely lost its channel is kept: what it barred must stay barred.
+        """
+        ended = producer.dead or (producer.left and producer.channel is None)
+        if not ended or producer.held:
+            return []
+        self._producers.pop(producer.peer, None)
+        return list(producer.entries.values())
 
     def died(self, producer: Producer) -> None:
         """A producer's process ended. Arrays in its memory live on; nobody waits for releases."""
         with self._lock:
             producer.dead = True
             producer.channel = None
-            if not producer.held:
-                self._producers.pop(producer.peer, None)
+            self._forget(producer)
             gone = list(producer.entries.values())
             for entry in gone:
                 entry.withdrawn = True
@@ -332,14 +367,16 @@ class Importer:
         producer = self._producers.get(descriptor.producer)
         if producer is None:
             raise OpenFailed(Failure.UNKNOWN_PEER, f"no channel to {descriptor.producer[:8]!r}")
-        if producer.channel is not None:
-            producer.channel.drain()  # the announcement was sent before the descriptor
+        channel = producer.channel
+        if channel is not None:
+            channel.drain()  # the announcement was sent before the descriptor
         entry = self._take(producer, descriptor)
         memory = self._memories[descriptor.memory]
         try:
             mapping = self._opened(memory, entry)
             imported = memory.load(mapping, descriptor.layout, Rung(descriptor.rung))
         except BaseException:
+            entry.withdrawn |= entry.mapping is None  # announced again, it is taken in anew
             self._give_back(producer, [descriptor.lease])
             raise
         self._watch(producer, descriptor, imported)
@@ -382,6 +419,7 @@ class Importer:
             producer.held[descriptor.lease] = (descriptor.transfer, entry)
             producer.transfers.setdefault(descriptor.transfer, set()).add(descriptor.lease)
             entry.uses += 1
+            entry.loaded = True
             return entry
 
     def _opened(self, memory: Memory, entry: _Entry) -> OpenMapping:
@@ -406,11 +444,21 @@ class Importer:
             )
 
     def _failed(self, descriptor: Descriptor, reason: Failure) -> None:
+        """Count a failed load, and tell the producer, which frees the lease.
+
+        Not of a lease that an array here holds (a replayed or forged descriptor named it); and a
+        lease that was told of is never loaded again.
+        """
         self._stats.failed(reason)
-        producer = self._producers.get(descriptor.producer)
-        if producer is not None and producer.channel is not None:
+        with self._lock:
+            producer = self._producers.get(descriptor.producer)
+            if producer is None or descriptor.lease in producer.held:
+                return
+            producer.loaded.add(descriptor.lease)
+            channel = producer.channel
+        if channel is not None:
             place = (descriptor.memory, descriptor.allocation, descriptor.generation)
-            producer.channel.post(Nack(descriptor.lease, reason, *place))
+            channel.post(Nack(descriptor.lease, reason, *place))
 
     # -- releases ---------------------------------------------------------------------------------
 
@@ -451,8 +499,7 @@ class Importer:
                 entry.last_use = now
                 if entry.withdrawn and not entry.uses:
                     unused.append(entry)
-            if producer.dead and not producer.held:
-                self._producers.pop(producer.peer, None)
+            unused += self._forget(producer)
         if tell and channel is not None:
             for i in range(0, len(leases), MAX_LEASES):
                 channel.post(Release(tuple(leases[i : i + MAX_LEASES])))
@@ -482,14 +529,16 @@ class Importer:
         self, producer: Producer, kind: str, limits: IdleLimits, now: float
     ) -> list[_Entry]:
         with self._lock:
-            idle = [
-                e
-                for e in producer.entries.values()
-                if e.mapping is not None and not e.uses and e.announcement.memory == kind
+            unused = [
+                e for e in producer.entries.values() if not e.uses and e.announcement.memory == kind
             ]
-        idle.sort(key=lambda e: e.last_use)
+        idle = sorted((e for e in unused if e.loaded), key=lambda e: e.last_use)
         surplus = max(0, len(idle) - limits.count)
-        return [e for i, e in enumerate(idle) if i < surplus or now - e.last_use > limits.seconds]
+        patience = max(limits.seconds, ON_ITS_WAY)
+        return [
+            *(e for i, e in enumerate(idle) if i < surplus or now - e.last_use > limits.seconds),
+            *(e for e in unused if not e.loaded and now - e.last_use > patience),
+        ]
 
     def _close(self, producer: Producer, entries: list[_Entry], forget: bool = False) -> None:
         """Forget entries and close their mappings, each on its memory's executor.

@@ -209,6 +209,11 @@ class Ledger:
         """Number of leases that a peer has."""
         return len(self._by_peer.get(peer, ()))
 
+    def granted_to(self, peer: str) -> set[int]:
+        """Leases that a peer has said OK to."""
+        mine = self._by_peer.get(peer, ())
+        return {n for n in mine if self._leases[n].state is LeaseState.GRANTED}
+
     def disputed(self, peer: str) -> list[int]:
         """Transfers of a peer that wait for its answer (to ask again on a new channel)."""
         return [t for t, s in self._transfers.items() if s.peer == peer and not s.open]

@@ -209,12 +209,35 @@ class Closed:
     peer: str
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Consumer to producer, first on a new channel: the leases that are held here.
+
+    ``last`` ends the list; what was granted before the channel was dialled, and is in no part of
+    it, was released over a channel that broke.
+    """
+
+    leases: tuple[int, ...]
+    last: bool
+
+
 Message = (
-    Hello | Welcome | Announce | Withdraw | Evicted | Ask | Answer | Release | Nack | Leave | Closed
+    Hello
+    | Welcome
+    | Announce
+    | Withdraw
+    | Evicted
+    | Ask
+    | Answer
+    | Release
+    | Nack
+    | Leave
+    | Closed
+    | Held
 )
 MESSAGES: Final[tuple[type[Message], ...]] = (
     Hello, Welcome, Announce, Withdraw, Evicted, Ask, Answer, Release, Nack, Leave,
-    Closed,
+    Closed, Held,
 )  # fmt: skip
 """The position is the code on the wire: append only, or raise `WIRE_VERSION`."""
 

@@ -742,7 +742,6 @@ def test_a_listener_without_free_descriptors_recovers(short_path):
     run(main())
 
 
-@pytest.mark.xfail(strict=True, reason="Listener calls accept() without end meanwhile")
 def test_a_listener_without_free_descriptors_does_not_spin(short_path):
     async def main():
         with listening(short_path) as consumer:

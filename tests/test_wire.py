@@ -32,6 +32,7 @@ from dask_gpuipc.wire import (
     Closed,
     Descriptor,
     Evicted,
+    Held,
     Hello,
     Layout,
     Leave,
@@ -87,6 +88,7 @@ GOLDEN_MESSAGES = [
     (Nack(8, Failure.STALE, "cuda", 3, 99), "97010808a57374616c65a4637564610363"),
     (Leave("peer"), "930109a470656572"),
     (Closed("peer"), "93010aa470656572"),
+    (Held((1, 300), True), "94010b9201cd012cc3"),
 ]
 
 

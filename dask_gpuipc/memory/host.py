@@ -376,6 +376,8 @@ class HostMemory:
     def open(self, announcement: Announce, fds: Sequence[int]) -> Mapping:
         """Keep the descriptor, after a look at what it is."""
         try:
+            if not fds:  # this process had none free as it came: announced again, it may be there
+                raise OpenFailed(Failure.EVICTED, "the announcement came without its descriptor")
             if len(fds) != 1:
                 raise OpenFailed(Failure.OPEN_FAILED, f"1 descriptor wanted, got {len(fds)}")
             return _Mapped(_checked_fd(fds[0], announcement.nbytes), announcement.nbytes)

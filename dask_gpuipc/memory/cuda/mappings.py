@@ -19,6 +19,12 @@ _opening = threading.Lock()
 """Two threads that open one handle at once may both fail (openucx/ucx#6560)."""
 
 
+_REASONS: Final[dict[int, Failure]] = {
+    Code.INVALID_VALUE: Failure.STALE,
+    Code.ALREADY_MAPPED: Failure.BUSY,
+}
+
+
 class Borrowed:
     """The address ranges in which this process has other processes' memory. Thread-safe.
 
@@ -117,7 +123,9 @@ def open_mapping(device: Device, announcement: Announce) -> CudaMapping:
     Raises
     ------
     OpenFailed
-        STALE where its owner has freed it, OPEN_FAILED for all else that the driver says.
+        STALE where its owner has freed it; BUSY where it lies at the address of an earlier
+        allocation whose mapping has not been closed yet; OPEN_FAILED for all else that the driver
+        says.
     """
     if len(announcement.handle) != HANDLE_BYTES or announcement.nbytes <= 0:
         raise OpenFailed(
@@ -133,8 +141,7 @@ def open_mapping(device: Device, announcement: Announce) -> CudaMapping:
             device.imports = True
             base, size = _range_or_close(device, pointer)
     except CudaError as error:
-        stale = error.code == Code.INVALID_VALUE
-        raise as_open_failed(error, Failure.STALE if stale else Failure.OPEN_FAILED) from error
+        raise as_open_failed(error, _REASONS.get(error.code, Failure.OPEN_FAILED)) from error
     mapping = CudaMapping(device, pointer, announcement.nbytes)
     if pointer + announcement.nbytes > base + size:
         mapping.close()
