@@ -140,10 +140,15 @@ def test_many_transfers_with_churn(shared: Client) -> None:
     del kept, future
 
 
-def test_local_cuda_cluster() -> None:
+@pytest.mark.parametrize("pool", [None, "1GB"], ids=["cupy's pool", "rmm's pool"])
+def test_local_cuda_cluster(pool: str | None) -> None:
     dask_cuda = pytest.importorskip("dask_cuda")
+    if pool is not None:
+        pytest.importorskip("rmm")
     with (
-        dask_cuda.LocalCUDACluster(dashboard_address=":0", silence_logs=40) as cluster,
+        dask_cuda.LocalCUDACluster(
+            dashboard_address=":0", silence_logs=40, rmm_pool_size=pool
+        ) as cluster,
         Client(cluster) as client,
     ):
         client.register_worker_plugin(GPUIPCPlugin())
