@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from distributed.core import Status
@@ -31,7 +31,7 @@ from distributed.worker_state_machine import (
 
 from dask_gpuipc.endpoint import Endpoint
 from dask_gpuipc.errors import Refusal, Refused, WireError
-from dask_gpuipc.exporter import Transfer, current_transfer
+from dask_gpuipc.exporter import Consumer, Transfer, current_transfer
 from dask_gpuipc.importer import collecting_failures
 from dask_gpuipc.memory.base import Preparation
 from dask_gpuipc.wire import Advertisement, decode, encode
@@ -144,7 +144,7 @@ class Hooks:
         except Refused as refused:
             return exporter.begin(None, reason=refused.reason)
         consumer.channel.drain()  # its last releases and denials
-        return exporter.begin(consumer, await self._prepare(keys))
+        return exporter.begin(consumer, await self._prepare(consumer, keys))
 
     def _advertised(self, comm: Any) -> Advertisement:
         data = (comm.remote_info or {}).get(KEY)
@@ -155,23 +155,21 @@ class Hooks:
         except (WireError, TypeError) as error:
             raise Refused(Refusal.WIRE_VERSION, str(error)) from error
 
-    async def _prepare(self, keys: Collection[Any]) -> dict[str, Preparation | None]:
+    async def _prepare(
+        self, consumer: Consumer, keys: Collection[Any]
+    ) -> Mapping[str, Preparation]:
         """Have the arrays of an answer finished before they are offered.
 
         The values are fetched here first, so that what has to be unspilled is also finished. An
         array that turns up later (spilled again in between) is not covered, and goes as bytes.
         """
-        memories = [m for m in self._endpoint.memories if m.prepares]
-        if not memories:
+        if not any(memory.prepares for memory in self._endpoint.memories):
             return {}
         data = self._worker.data
-        leaves = list(_leaves([data[k] for k in keys if k in data]))
-        prepared: dict[str, Preparation | None] = {}
-        for memory in memories:
-            arrays = [x for x in leaves if memory.accepts(x)]
-            prepared[memory.kind] = preparation = memory.prepare(arrays) if arrays else None
-            if preparation is not None:
-                await preparation.wait()
+        leaves = _leaves([data[k] for k in keys if k in data])
+        prepared = self._endpoint.exporter.prepare(consumer, leaves)
+        for preparation in prepared.values():
+            await preparation.wait()
         return prepared
 
     # -- consumer ---------------------------------------------------------------------------------

@@ -52,6 +52,9 @@ class Settings:
     cuda_idle_mappings: int
     cuda_idle_timeout: float
     cuda_pinned_limit: int | None
+    cuda_ipc: bool
+    cuda_peer_access: bool
+    cuda_host_limit: int | None
     cuda_synchronize: bool
 
     @classmethod
@@ -97,6 +100,11 @@ class Settings:
             cuda_idle_mappings=int(_get("cuda.idle-mappings")),
             cuda_idle_timeout=_seconds("cuda.idle-timeout"),
             cuda_pinned_limit=parse_limit(_get("cuda.pinned-limit"), None),
+            cuda_ipc=bool(_get("cuda.ipc")),
+            cuda_peer_access=bool(_get("cuda.peer-access")),
+            cuda_host_limit=parse_limit(
+                _get("cuda.host-limit"), memory_limit, "gpuipc.cuda.host-limit"
+            ),
             cuda_synchronize=bool(_get("cuda.synchronize")),
         )
 
@@ -133,13 +141,13 @@ def parse_min_bytes(value: Size | Mapping[str, Size] | None) -> Mapping[str, int
     return {k: max(1, parse_size(f"min-bytes.{k}", merged[k])) for k in MEMORIES}
 
 
-def parse_limit(value: object, memory_limit: int | None) -> int | None:
+def parse_limit(value: object, memory_limit: int | None, name: str = "pinned-limit") -> int | None:
     """A limit in bytes: a fraction of the memory limit, a size, or None."""
     if value is None:
         return None
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
         return int(value * memory_limit) if memory_limit else None
-    return parse_size("pinned-limit", value)
+    return parse_size(name, value)
 
 
 def _get(name: str) -> Any:

@@ -35,7 +35,7 @@ class Refusal(StrEnum):
     """The request chose its own serializers; it is left alone."""
     NO_COMMON_MEMORY = "no_common_memory"
     OTHER_DEVICE = "other_device"
-    """The requester does not see this GPU, or the pair has not passed its self-test."""
+    """The requester does not open handles of this GPU: its self-test has not passed."""
     DIAL_FAILED = "dial_failed"
     """The requester's socket could not be reached, or was not who it said."""
     PEER_LEFT = "peer_left"

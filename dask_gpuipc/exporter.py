@@ -10,19 +10,22 @@ thread on which Dask serializes large messages.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Final
 
 from dask_gpuipc import lease
 from dask_gpuipc.channel import Channel
 from dask_gpuipc.errors import ChannelError, ChannelFull, Failure, Refusal, Refused
 from dask_gpuipc.lease import Action, Event, Ledger
-from dask_gpuipc.memory.base import Memory, Pin, Preparation, Rung
+from dask_gpuipc.memory.base import Allocation, Memory, Preparation, Rung, Sample
 from dask_gpuipc.stats import Statistics
 from dask_gpuipc.wire import (
     Advertisement,
@@ -36,6 +39,8 @@ from dask_gpuipc.wire import (
     Leave,
     Message,
     Nack,
+    Probe,
+    Proof,
     Release,
     Withdraw,
 )
@@ -66,6 +71,10 @@ class Consumer:
         self.failures: Counter[Place] = Counter()
         self.unconfirmed: set[int] = set()
         """Leases that its list of what it holds has not named yet."""
+        self.opens = set(them.devices)
+        """UUIDs of the GPUs whose handles it opens: said so, or proven."""
+        self.probed: dict[str, bytes] = {}
+        """By UUID, the digest that proves it; empty until the sample is made."""
         self.left = False
 
     def __repr__(self) -> str:
@@ -181,6 +190,7 @@ class Exporter:
             consumer.channel = channel
             consumer.announced.clear()
             consumer.unconfirmed = granted
+            consumer.probed.clear()  # an answer may have been lost with the old one
         for transfer in disputed:
             channel.post(Ask(transfer))
         return consumer
@@ -224,6 +234,8 @@ class Exporter:
                 self._confirmed(peer, leases, last)
             case Evicted(memory, allocation, generation):
                 self._change(peer, evicted=(memory, allocation, generation))
+            case Proof():
+                self._proved(peer, message)
             case Leave():
                 self._change(peer, left=True)
             case Closed():
@@ -286,6 +298,62 @@ class Exporter:
         with self._lock:
             self._closed |= not len(self._ledger)
             return self._closed
+
+    # -- what a peer can open ---------------------------------------------------------------------
+
+    def prepare(self, consumer: Consumer, objects: Iterable[Any]) -> dict[str, Preparation]:
+        """Begin to finish the arrays among these for a peer; by memory. Raises nothing.
+
+        What a peer has not been seen to open is proven meanwhile, for later answers.
+        """
+        objects, prepared = list(objects), {}
+        with consumer.lock:
+            opens = frozenset(consumer.opens)
+        for memory in self._memories.values():
+            arrays = [x for x in objects if memory.accepts(x)] if memory.prepares else []
+            preparation = memory.prepare(arrays, opens) if arrays else None
+            if preparation is not None:
+                prepared[memory.kind] = preparation
+                self._get_ahead(consumer, memory, preparation)
+        return prepared
+
+    def _get_ahead(self, consumer: Consumer, memory: Memory, preparation: Preparation) -> None:
+        for allocation in preparation.allocations:
+            with contextlib.suppress(Refused):  # it is told when an array is exported
+                self._announce(consumer, memory, allocation)
+        for device in preparation.unproven:
+            self._probe(consumer, memory, device)
+
+    def _probe(self, consumer: Consumer, memory: Memory, device: str) -> None:
+        """Have a sample of a device's memory read by a peer, once for each channel to it."""
+        prover = memory.prover
+        with consumer.lock:
+            if prover is None or device in consumer.probed:
+                return
+            consumer.probed[device] = b""
+        sample = prover.sample(device)
+        sample.add_done_callback(partial(self._send_probe, consumer, memory.kind, device))
+
+    def _send_probe(self, consumer: Consumer, kind: str, device: str, made: Future[Sample]) -> None:
+        error = made.exception()
+        if error is not None:
+            logger.info("%s cannot be proven to anybody: %s", device, error)
+            return
+        sample = made.result()
+        with consumer.lock:
+            consumer.probed[device] = sample.digest
+        consumer.channel.post(Probe(kind, device, sample.nbytes, sample.handle))
+
+    def _proved(self, peer: str, proof: Proof) -> None:
+        consumer = self._consumers.get(peer)
+        if consumer is None:
+            return
+        with consumer.lock:
+            digest = consumer.probed.get(proof.device)
+            good = bool(digest) and digest == proof.digest
+            if good:
+                consumer.opens.add(proof.device)
+        logger.info("Process %d can read %s: %s", consumer.them.pid, proof.device, good)
 
     # -- transfers --------------------------------------------------------------------------------
 
@@ -369,7 +437,7 @@ class Exporter:
         consumer = self._admit(transfer, memory, array)
         pin = memory.pin(array, transfer.prepared.get(memory.kind))
         try:
-            self._announce(consumer, memory, pin)
+            self._announce(consumer, memory, pin.allocation)
         except BaseException:
             pin.release()
             raise
@@ -390,7 +458,7 @@ class Exporter:
             consumer=consumer.peer,
             transfer=transfer.number,
             lease=number,
-            rung=self._rungs[memory.kind].value,
+            rung=(pin.rung or self._rungs[memory.kind]).value,
             memory=memory.kind,
             allocation=pin.allocation.id,
             generation=pin.allocation.generation,
@@ -413,9 +481,8 @@ class Exporter:
                     raise Refused(Refusal.BUDGET)
         return consumer
 
-    def _announce(self, consumer: Consumer, memory: Memory, pin: Pin) -> None:
-        allocation = pin.allocation
-        if allocation.device and allocation.device not in consumer.them.devices:
+    def _announce(self, consumer: Consumer, memory: Memory, allocation: Allocation) -> None:
+        if allocation.device and allocation.device not in consumer.opens:
             raise Refused(Refusal.OTHER_DEVICE, allocation.device)
         place = (memory.kind, allocation.id, allocation.generation)
         with consumer.lock:

@@ -40,6 +40,8 @@ from dask_gpuipc.wire import (
     Leave,
     Message,
     Nack,
+    Probe,
+    Proof,
     Release,
     Withdraw,
 )
@@ -278,6 +280,8 @@ class Importer:
                 self._withdraw(producer, (memory, allocation, generation))
             case Ask(transfer):
                 self._answer(producer, transfer)
+            case Probe():
+                self._examine(producer, message)
             case Leave():
                 producer.left = True
             case _:
@@ -339,6 +343,22 @@ class Importer:
             channel = producer.channel
         if channel is not None:
             channel.post(Answer(transfer, leases))
+
+    def _examine(self, producer: Producer, probe: Probe) -> None:
+        """Tell what is read of a producer's sample, as soon as that is known."""
+        memory = self._memories.get(probe.memory)
+        prover = memory.prover if memory is not None else None
+        if prover is None:
+            self._prove(producer, probe, b"")
+            return
+        seen = prover.examine(probe.device, probe.nbytes, probe.handle)
+        seen.add_done_callback(lambda done: self._prove(producer, probe, done.result()))
+
+    def _prove(self, producer: Producer, probe: Probe, digest: bytes) -> None:
+        with self._lock:
+            channel = producer.channel
+        if channel is not None:
+            channel.post(Proof(probe.memory, probe.device, digest))
 
     # -- arrays -----------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class Advertisement:
     token: bytes
     memories: tuple[str, ...]
     devices: tuple[str, ...]
-    """UUIDs of the GPUs that this process may open memory on."""
+    """UUIDs of the GPUs whose handles this process opens; of others it must be proven first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +221,25 @@ class Held:
     last: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Producer to consumer: the handle of a sample on this GPU, to be read."""
+
+    memory: str
+    device: str
+    nbytes: int
+    handle: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Consumer to producer: the digest of what was read; empty, it could not be."""
+
+    memory: str
+    device: str
+    digest: bytes
+
+
 Message = (
     Hello
     | Welcome
@@ -234,10 +253,12 @@ Message = (
     | Leave
     | Closed
     | Held
+    | Probe
+    | Proof
 )
 MESSAGES: Final[tuple[type[Message], ...]] = (
     Hello, Welcome, Announce, Withdraw, Evicted, Ask, Answer, Release, Nack, Leave,
-    Closed, Held,
+    Closed, Held, Probe, Proof,
 )  # fmt: skip
 """The position is the code on the wire: append only, or raise `WIRE_VERSION`."""
 

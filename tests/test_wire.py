@@ -37,6 +37,8 @@ from dask_gpuipc.wire import (
     Layout,
     Leave,
     Nack,
+    Probe,
+    Proof,
     Release,
     Welcome,
     Withdraw,
@@ -89,6 +91,11 @@ GOLDEN_MESSAGES = [
     (Leave("peer"), "930109a470656572"),
     (Closed("peer"), "93010aa470656572"),
     (Held((1, 300), True), "94010b9201cd012cc3"),
+    (
+        Probe("cuda", "GPU-1", 65536, b"handle"),
+        "96010ca463756461a54750552d31ce00010000c40668616e646c65",
+    ),
+    (Proof("cuda", "GPU-1", b"digest"), "95010da463756461a54750552d31c406646967657374"),
 ]
 
 

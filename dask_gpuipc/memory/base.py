@@ -20,7 +20,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -33,8 +33,15 @@ class Rung(StrEnum):
     """One way of moving a chunk."""
 
     SHARE = "share"
+    """The consumer's array is the producer's memory."""
     COPY = "copy"
+    """The consumer copies it, on the device, into memory of its own."""
+    STAGE = "stage"
+    """The producer first copied it, on the device, into a block that has a handle."""
+    HOST = "host"
+    """By way of pinned host memory that both sides have: down there, and up here."""
     BYTES = "bytes"
+    """Dask's own way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,8 @@ class Pin:
     nbytes: int
     """Charged to the budget."""
     release: Callable[[], None]
+    rung: Rung | None = None
+    """On which it goes; None is the one that `Memory.rung` says."""
     keep: Any = field(default=None, repr=False)
 
     @property
@@ -107,8 +116,36 @@ class Imported:
 class Preparation(Protocol):
     """Arrays on their way to being finished."""
 
+    @property
+    def unproven(self) -> Collection[str]:
+        """UUIDs of GPUs whose handles the peer would be sent if it was known to open them."""
+
+    @property
+    def allocations(self) -> Collection[Allocation]:
+        """To be announced at once, so that the peer opens them while this is under way."""
+
     async def wait(self) -> None:
         """Return when every array that it covers holds its final bytes. Raises nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A block that only proves whether a peer can read what lies on a GPU."""
+
+    nbytes: int
+    handle: bytes
+    digest: bytes
+    """SHA-256 of its bytes."""
+
+
+class Prover(Protocol):
+    """Finds out what works between two processes and two GPUs, by doing it. Thread-safe."""
+
+    def sample(self, device: str) -> Future[Sample]:
+        """A block with random bytes on a GPU of this process; fails with any exception."""
+
+    def examine(self, device: str, nbytes: int, handle: bytes) -> Future[bytes]:
+        """The digest of a peer's sample as it is read here; empty where it cannot be. No error."""
 
 
 class Memory(Protocol):
@@ -118,15 +155,25 @@ class Memory(Protocol):
     executor: Executor | None
     prepares: bool
     """Whether `prepare` can return something; if not, nobody need look for arrays."""
+    prover: Prover | None
+    """None where every peer on the node can open every handle."""
 
     def accepts(self, obj: object) -> bool:
         """Whether an object is an array of this memory, by its exact type."""
 
     def devices(self) -> tuple[str, ...]:
-        """UUIDs that an importer here may open; empty for host memory. Creates no context."""
+        """UUIDs of the GPUs whose handles an importer here opens, proven or not.
 
-    def prepare(self, arrays: Sequence[Any]) -> Preparation | None:
-        """Begin to finish these arrays; None when they are always finished. Raises nothing."""
+        Empty for host memory. Creates no context.
+        """
+
+    def prepare(
+        self, arrays: Sequence[Any], devices: Collection[str] | None = None
+    ) -> Preparation | None:
+        """Begin to finish these arrays; None when they are always finished. Raises nothing.
+
+        ``devices`` are those whose handles the peer opens, as far as is known; None is all.
+        """
 
     def pin_copies(self, array: Any) -> bool:
         """Whether `pin` would make a copy of this array now."""

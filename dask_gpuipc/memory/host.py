@@ -19,7 +19,6 @@ Rules that the kernel imposes
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import errno
 import fcntl
@@ -29,7 +28,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,7 +39,17 @@ import numpy as np
 from dask_gpuipc import process
 from dask_gpuipc.dtypes import decode_dtype, encode_dtype
 from dask_gpuipc.errors import Failure, MemoryUnavailable, OpenFailed, Refusal, Refused
-from dask_gpuipc.memory.base import Allocation, Handle, Imported, Mapping, Pin, Preparation, Rung
+from dask_gpuipc.memory.base import (
+    Allocation,
+    Handle,
+    Imported,
+    Mapping,
+    Pin,
+    Preparation,
+    Prover,
+    Rung,
+)
+from dask_gpuipc.memory.extents import Extents
 from dask_gpuipc.wire import Announce, Layout
 
 PAGE: Final = mmap.PAGESIZE
@@ -61,38 +70,6 @@ _MAP_NORESERVE = 0x4000
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
-
-
-class Extents:
-    """Free extents of one arena, first fit, neighbours joined. Not thread-safe."""
-
-    def __init__(self, size: int) -> None:
-        self._free: list[tuple[int, int]] = [(0, size)]
-
-    def __iter__(self) -> Any:
-        return iter(self._free)
-
-    def take(self, nbytes: int) -> int | None:
-        """Offset of the first extent that is large enough, cut to size; None if there is none."""
-        for i, (start, stop) in enumerate(self._free):
-            if stop - start >= nbytes:
-                if stop - start == nbytes:
-                    del self._free[i]
-                else:
-                    self._free[i] = (start + nbytes, stop)
-                return start
-        return None
-
-    def give(self, offset: int, nbytes: int) -> None:
-        """Take an extent back."""
-        i = bisect.bisect_left(self._free, (offset, offset))
-        start, stop = offset, offset + nbytes
-        if i < len(self._free) and self._free[i][0] == stop:
-            stop = self._free.pop(i)[1]
-        if i and self._free[i - 1][1] == start:
-            start = self._free.pop(i - 1)[0]
-            i -= 1
-        self._free.insert(i, (start, stop))
 
 
 class Arena:
@@ -198,6 +175,7 @@ class HostMemory:
     kind = "host"
     executor: Executor | None = None
     prepares = False
+    prover: Prover | None = None
 
     def __init__(
         self,
@@ -246,7 +224,9 @@ class HostMemory:
         """No devices: host memory is everywhere on the node."""
         return ()
 
-    def prepare(self, arrays: Sequence[Any]) -> Preparation | None:
+    def prepare(
+        self, arrays: Sequence[Any], devices: Collection[str] | None = None
+    ) -> Preparation | None:
         """Host arrays are always finished."""
         return None
 

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from dask_gpuipc.memory.base import (
     Memory,
     Pin,
     Preparation,
+    Prover,
     Rung,
 )
 from dask_gpuipc.testing.clock import LIMIT
@@ -151,6 +152,7 @@ class FaultyMemory:
         self.kind = inner.kind
         self.executor: Executor | None = inner.executor
         self.prepares = inner.prepares
+        self.prover: Prover | None = inner.prover
         self._faults = _Faults(faults)
         self.calls = self._faults.calls
 
@@ -165,9 +167,11 @@ class FaultyMemory:
         """As the inner one."""
         return self._faults.run("devices", self.inner.devices)
 
-    def prepare(self, arrays: Sequence[Any]) -> Preparation | None:
+    def prepare(
+        self, arrays: Sequence[Any], devices: Collection[str] | None = None
+    ) -> Preparation | None:
         """As the inner one."""
-        return self._faults.run("prepare", partial(self.inner.prepare, arrays))
+        return self._faults.run("prepare", partial(self.inner.prepare, arrays, devices))
 
     def pin_copies(self, array: Any) -> bool:
         """As the inner one."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from dask_gpuipc.dtypes import encode_dtype
 from dask_gpuipc.errors import Refusal, Refused, WireError
 from dask_gpuipc.memory.base import Allocation, Handle, Pin
+from dask_gpuipc.memory.cuda.copying import dense_strides
 from dask_gpuipc.memory.cuda.device import Device
 from dask_gpuipc.memory.cuda.driver import CudaError
 from dask_gpuipc.wire import Layout
@@ -51,13 +53,13 @@ class Allocations:
     a consumer's mapping keeps freed memory from the device until it learns of it.
     """
 
-    def __init__(self, limit: int = MAX_KNOWN) -> None:
+    def __init__(self, limit: int = MAX_KNOWN, ids: Iterator[int] | None = None) -> None:
         self._limit = limit
         self._lock = threading.Lock()
         self._bases: OrderedDict[int, _Base] = OrderedDict()  # by address: CUDA has one space
         self._addresses: dict[int, int] = {}  # by id
         self._gone: list[Allocation] = []
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(1) if ids is None else ids
 
     def __len__(self) -> int:
         return len(self._bases)
@@ -73,13 +75,8 @@ class Allocations:
             The driver knows nothing of its memory.
         """
         layout, low, high = _layout(array)
-        with device.current():
-            address, nbytes = device.driver.address_range(low)
-            generation = device.driver.buffer_id(address)
-            base = self._known(address, generation, nbytes)
-            if base is None:
-                exportable = device.driver.exportable(address)
-                base = self._learn(device, address, generation, nbytes, exportable)
+        base = self._find(device, low)
+        address, nbytes = base.address, base.allocation.nbytes
         if not base.exportable:
             self._unpin(base)
             raise Refused(
@@ -100,6 +97,34 @@ class Allocations:
             high - low,
             hold.release,
         )
+
+    def exportable(self, device: Device, pointer: int) -> bool:
+        """Whether the allocation below a pointer has a handle.
+
+        Raises
+        ------
+        CudaError
+            The driver makes no calls any more, or a graph capture is in the way.
+        """
+        try:
+            base = self._find(device, pointer)
+        except CudaError as error:
+            if error.capturing or device.driver.unusable():
+                raise
+            return False  # memory of which the driver knows nothing
+        self._unpin(base)
+        return base.exportable
+
+    def _find(self, device: Device, pointer: int) -> _Base:
+        """The base below a pointer, pinned once more."""
+        with device.current():
+            address, nbytes = device.driver.address_range(pointer)
+            generation = device.driver.buffer_id(address)
+            base = self._known(address, generation, nbytes)
+            if base is None:
+                exportable = device.driver.exportable(address)
+                base = self._learn(device, address, generation, nbytes, exportable)
+        return base
 
     def handle(self, allocation: Allocation) -> Handle:
         """The handle of an allocation that is pinned now; raises `Refused`, `CudaError`."""
@@ -189,6 +214,12 @@ class _Hold:
         if self._array is not None:
             self._array = None
             self._allocations._unpin(self._base)
+
+
+def dense_layout(array: Any) -> Layout:
+    """The layout of an array's contiguous copy, whose first byte has the offset zero."""
+    strides = dense_strides(array.shape, array.strides, array.itemsize)
+    return Layout(0, encode_dtype(array.dtype), array.itemsize, tuple(array.shape), strides)
 
 
 def _layout(array: Any) -> tuple[Layout, int, int]:

@@ -1,5 +1,6 @@
-"""A private copy of an array on its own device.
+"""A private copy of an array on a device.
 
+The source may lie on the same device, on another one that it can read, or in pinned host memory.
 The destination comes from CuPy's current pool under the legacy default stream, where every block
 that a task may get comes from, so that the pool strands none. The copy runs on the device's private
 stream, between two events over the whole context:
@@ -13,14 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from dask_gpuipc.memory.cuda.device import Device, Mark
 from dask_gpuipc.memory.cuda.driver import CudaError, Driver
+from dask_gpuipc.wire import Layout
 
 WORDS = (8, 4, 2, 1)
+
+Allocate = Callable[[int], Any]
 
 
 def dense_strides(
@@ -62,7 +67,7 @@ def _packed(shape: tuple[int, ...], innermost_first: Any, itemsize: int) -> tupl
     return tuple(strides)
 
 
-def private_copy(device: Device, source: Any) -> tuple[Any, Mark]:
+def private_copy(device: Device, source: Any, allocate: Allocate | None = None) -> tuple[Any, Mark]:
     """Begin to copy an array into memory of this process's own.
 
     Returns at once; nothing is waited for.
@@ -70,9 +75,11 @@ def private_copy(device: Device, source: Any) -> tuple[Any, Mark]:
     Parameters
     ----------
     device : Device
-        On which the source lives.
+        On which the copy shall live, and which can read the source.
     source : cupy.ndarray
         Of any layout. It must stay until the mark has passed.
+    allocate : callable, optional
+        Takes bytes, gives a ``cupy.cuda.MemoryPointer``; the default is CuPy's current allocator.
 
     Returns
     -------
@@ -84,16 +91,62 @@ def private_copy(device: Device, source: Any) -> tuple[Any, Mark]:
     CudaError
         With ``capturing`` during a graph capture; with OUT_OF_MEMORY where there is no room.
     """
+
+    def make() -> Any:
+        import cupy
+
+        strides = dense_strides(source.shape, source.strides, source.itemsize)
+        memory = (allocate or cupy.cuda.alloc)(source.nbytes)
+        return cupy.ndarray(source.shape, source.dtype, memory, strides)
+
+    def fill(target: Any, stream: Any) -> None:
+        _fill(target, source, stream, device.driver)
+
+    return _made(device, make, fill)
+
+
+def upload(device: Device, layout: Layout, dtype: Any, base: int) -> tuple[Any, Mark]:
+    """Begin to copy what lies in pinned host memory to a device; as `private_copy`.
+
+    Parameters
+    ----------
+    device : Device
+    layout : Layout
+        In the host memory, all of which between its first and last byte is copied.
+    dtype : numpy.dtype
+        Of the array.
+    base : int
+        Address of the host memory, which must stay until the mark has passed.
+    """
+    low, high = layout.extent()
+
+    def make() -> Any:
+        import cupy
+
+        memory = cupy.cuda.alloc(high - low)
+        return cupy.ndarray(layout.shape, dtype, memory + (layout.offset - low), layout.strides)
+
+    def fill(target: Any, stream: Any) -> None:
+        start = target.data.ptr - (layout.offset - low)
+        device.driver.upload(start, base + low, high - low, stream.ptr)
+
+    return _made(device, make, fill)
+
+
+def _made(
+    device: Device, make: Callable[[], Any], fill: Callable[[Any, Any], None]
+) -> tuple[Any, Mark]:
+    """An array, and the mark behind what fills it on the private stream."""
     driver = device.driver
     with device.current():
         device.refuse_capture()
-        target = _allocate(device, source)
+        target = _allocated(driver, make)
         stream = device.stream
         before = device.mark_all()  # named: its event is another's once it dies
         driver.hold(stream.ptr, before.event)
         try:
             with driver.cupy_errors("copy"):
-                _fill(target, source, stream, driver)
+                fill(target, stream)
             mark = device.mark_stream(stream.ptr)
             driver.hold_all(device.context, mark.event)
             if device.synchronize and not driver.context_events:
@@ -106,13 +159,13 @@ def private_copy(device: Device, source: Any) -> tuple[Any, Mark]:
     return target, mark
 
 
-def _allocate(device: Device, source: Any) -> Any:
-    import cupy
+def _allocated(driver: Driver, make: Callable[[], Any]) -> Any:
+    """What a function makes, under the legacy default stream."""
+    with driver.cupy_errors("cudaMalloc"):
+        import cupy
 
-    strides = dense_strides(source.shape, source.strides, source.itemsize)
-    with device.driver.cupy_errors("cudaMalloc"), cupy.cuda.Stream.null:
-        memory = cupy.cuda.alloc(source.nbytes)
-        return cupy.ndarray(source.shape, source.dtype, memory, strides)
+        with cupy.cuda.Stream.null:
+            return make()
 
 
 def _fill(target: Any, source: Any, stream: Any, driver: Driver) -> None:

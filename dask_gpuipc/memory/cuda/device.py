@@ -42,6 +42,7 @@ class Device:
         self.driver = driver
         self.ordinal = identity.ordinal
         self.uuid = identity.uuid
+        self.mig = identity.mig
         self.synchronize = synchronize
         self.waiter = DaemonExecutor(f"gpuipc-cuda-wait-{self.ordinal}")
         """Waits for marks."""

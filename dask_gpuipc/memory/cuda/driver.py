@@ -101,10 +101,12 @@ def as_open_failed(error: CudaError, default: Failure = Failure.ERROR) -> OpenFa
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A device that this process sees and that has CUDA IPC."""
+    """A device that this process sees."""
 
     ordinal: int
     uuid: str
+    mig: bool = False
+    """A part of a GPU; NVIDIA documents no CUDA IPC for it."""
 
 
 class Driver:
@@ -206,7 +208,7 @@ class Driver:
     # -- devices and contexts ---------------------------------------------------------------------
 
     def devices(self) -> list[Identity]:
-        """The devices visible here, without MIG instances, which have no CUDA IPC.
+        """The devices visible here, MIG instances among them.
 
         `cuDeviceGetUuid` (its second version) and `cuDeviceGetName`; no context is created.
         """
@@ -217,10 +219,9 @@ class Driver:
         for ordinal in range(self._call("cuDeviceGetCount")):
             device = self._call("cuDeviceGet", ordinal)
             name = self._call("cuDeviceGetName", 256, device)
-            if b" MIG " in name:
-                continue
+            mig = b" MIG " in name
             number = uuid.UUID(bytes=self._call(get_uuid, device).bytes)
-            found.append(Identity(ordinal, f"GPU-{number}"))
+            found.append(Identity(ordinal, f"{'MIG' if mig else 'GPU'}-{number}", mig))
         return found
 
     def retain(self, ordinal: int) -> Any:
@@ -302,7 +303,28 @@ class Driver:
         """Device to device, asynchronously (`cuMemcpyDtoDAsync`)."""
         self._call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
 
+    def download(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Device to host; asynchronously, if the host memory is pinned (`cuMemcpyDtoHAsync`)."""
+        self._call("cuMemcpyDtoHAsync", target, source, nbytes, stream)
+
+    def upload(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Host to device, likewise (`cuMemcpyHtoDAsync`)."""
+        self._call("cuMemcpyHtoDAsync", target, source, nbytes, stream)
+
     # -- memory; a context is current -------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> int:
+        """Device memory that has a legacy IPC handle, for good (`cuMemAlloc`)."""
+        return int(self._call("cuMemAlloc", nbytes))
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Pin host memory, for all contexts (`cuMemHostRegister`). Slow: it visits every page."""
+        flag = self._api.CU_MEMHOSTREGISTER_PORTABLE
+        self._call("cuMemHostRegister", address, nbytes, flag)
+
+    def unregister(self, address: int) -> None:
+        """Undo `register` (`cuMemHostUnregister`). May wait for running kernels."""
+        self._call("cuMemHostUnregister", address)
 
     def address_range(self, pointer: int) -> tuple[int, int]:
         """Base and size in bytes of an allocation (`cuMemGetAddressRange`)."""

@@ -6,8 +6,9 @@ import importlib.util
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from typing import Any
 
 from dask_gpuipc.config import Settings
@@ -27,10 +28,11 @@ from dask_gpuipc.memory.base import (
     Mapping,
     Pin,
     Preparation,
+    Prover,
     Rung,
 )
 from dask_gpuipc.memory.cuda.allocations import Allocations
-from dask_gpuipc.memory.cuda.copying import private_copy
+from dask_gpuipc.memory.cuda.copying import private_copy, upload
 from dask_gpuipc.memory.cuda.device import Device
 from dask_gpuipc.memory.cuda.driver import (
     Code,
@@ -40,7 +42,10 @@ from dask_gpuipc.memory.cuda.driver import (
     driver,
 )
 from dask_gpuipc.memory.cuda.mappings import CudaMapping, Loan, array_in, open_mapping
-from dask_gpuipc.memory.cuda.ready import CudaPreparation
+from dask_gpuipc.memory.cuda.pinned import HostBlocks, HostMapping, HostMaps
+from dask_gpuipc.memory.cuda.proof import CudaProver
+from dask_gpuipc.memory.cuda.ready import CudaPreparation, Ways
+from dask_gpuipc.memory.cuda.staging import Stage
 from dask_gpuipc.memory.cuda.threads import DaemonExecutor
 from dask_gpuipc.wire import Announce, Layout
 
@@ -54,12 +59,12 @@ class CudaMemory:
     Parameters
     ----------
     settings : Settings
-        ``cuda_synchronize`` is what counts here.
+        Those that begin with ``cuda_`` count here.
 
     Raises
     ------
     MemoryUnavailable
-        cupy, the driver or a GPU with CUDA IPC is missing.
+        cupy, the driver or a GPU is missing.
     """
 
     kind = "cuda"
@@ -74,13 +79,36 @@ class CudaMemory:
         except CudaError as error:
             raise MemoryUnavailable(str(error)) from error
         if not found:
-            raise MemoryUnavailable("no GPU with CUDA IPC is visible (MIG instances have none)")
+            raise MemoryUnavailable("no GPU is visible")
         self._devices = {
             identity.ordinal: Device(self._driver, identity, settings.cuda_synchronize)
             for identity in found
         }
-        self._by_uuid = {device.uuid: device for device in self._devices.values()}
-        self._allocations = Allocations()
+        self._home = next(iter(self._devices.values()))
+        self._ipc = settings.cuda_ipc
+        ids = itertools.count(1)
+        self._allocations = Allocations(ids=ids)
+        self._stages = {
+            ordinal: Stage(device, settings.cuda_pinned_limit)
+            for ordinal, device in self._devices.items()
+        }
+        self._blocks = HostBlocks(ids, settings.cuda_host_limit)
+        self._maps = HostMaps(self._home)
+        self._ways = Ways(
+            self._devices,
+            self._stages,
+            self._allocations,
+            self._blocks,
+            settings.cuda_ipc,
+            settings.cuda_peer_access,
+        )
+        self._prover = CudaProver(
+            {device.uuid: device for device in self._devices.values()},
+            self._home,
+            ipc=settings.cuda_ipc,
+            peer_access=settings.cuda_peer_access,
+        )
+        self.prover: Prover | None = self._prover
         self._opener = DaemonExecutor("gpuipc-cuda-open")
         self.executor: Executor | None = self._opener
 
@@ -102,12 +130,13 @@ class CudaMemory:
         return cupy is not None and type(obj) is getattr(cupy, "ndarray", None)
 
     def devices(self) -> tuple[str, ...]:
-        """UUID of the GPU on which plain Dask would put a received chunk: ordinal 0.
+        """UUID of the home device, where plain Dask would put a received chunk: ordinal 0.
 
-        A worker of LocalCUDACluster sees all GPUs, its own first. A chunk of another one must not
-        arrive there, and goes as bytes until pairs of GPUs are supported.
+        Everything is opened and copied there, whichever GPU it lies on: a worker of
+        LocalCUDACluster sees all GPUs, its own first. The handles of others are opened once that is
+        proven, and so are a MIG instance's own.
         """
-        return tuple(self._by_uuid)[:1]
+        return (self._home.uuid,) if self._ipc and not self._home.mig else ()
 
     def rung(self, preferred: str) -> Rung:
         """``copy``, unless ``share`` is asked for."""
@@ -115,13 +144,19 @@ class CudaMemory:
 
     # -- exporter ---------------------------------------------------------------------------------
 
-    def prepare(self, arrays: Sequence[Any]) -> CudaPreparation | None:
-        """Put a mark behind all work on the arrays' devices; copies what another process lent."""
+    def prepare(
+        self, arrays: Sequence[Any], devices: Collection[str] | None = None
+    ) -> CudaPreparation | None:
+        """Put a mark behind all work on the arrays' devices, and begin to copy what has to be.
+
+        That is what another process lent or what has no handle, and what lies on a device whose
+        handles the peer does not open.
+        """
         mine = [array for array in arrays if self.accepts(array)]
-        return CudaPreparation(self._devices, mine) if mine else None
+        return CudaPreparation(self._ways, mine, devices) if mine else None
 
     def pin_copies(self, array: Any) -> bool:
-        """Never: bytes stay where they are."""
+        """Never: what has to be copied was copied in `prepare`."""
         return False
 
     def pin(self, array: Any, prepared: Preparation | None) -> Pin:
@@ -131,14 +166,15 @@ class CudaMemory:
             raise Refused(Refusal.DISABLED, reason)
         if not isinstance(prepared, CudaPreparation):
             raise Refused(Refusal.NOT_READY, "nothing was waited for")
-        device, source = prepared.source(array)
         try:
-            return self._allocations.pin(device, source)
+            return prepared.pin(array)
         except CudaError as error:
             raise as_refused(error) from error
 
     def handle(self, allocation: Allocation) -> Handle:
-        """The IPC handle of a pinned allocation; 64 bytes, no descriptors."""
+        """The IPC handle of a pinned allocation, 64 bytes; or the descriptor of an arena."""
+        if not allocation.device:
+            return self._blocks.handle(allocation)
         try:
             return self._allocations.handle(allocation)
         except CudaError as error:
@@ -146,38 +182,47 @@ class CudaMemory:
 
     # -- importer ---------------------------------------------------------------------------------
 
-    def open(self, announcement: Announce, fds: Sequence[int]) -> CudaMapping:
-        """Open an announced allocation; the first on a device may create its context."""
-        for fd in fds:
-            os.close(fd)
-        device = self._by_uuid.get(announcement.device)
-        if device is None:
-            visible = ", ".join(self._by_uuid)
-            raise OpenFailed(
-                Failure.OPEN_FAILED,
-                f"device {announcement.device!r} is not visible here; visible: {visible}",
-            )
-        return open_mapping(device, announcement)
+    def open(self, announcement: Announce, fds: Sequence[int]) -> CudaMapping | HostMapping:
+        """Open an announced allocation, or arena, on the home device; may create its context."""
+        try:
+            if not announcement.device:
+                return self._maps.open(announcement, fds)
+            if not self._ipc:
+                raise OpenFailed(Failure.OPEN_FAILED, "gpuipc.cuda.ipc is off here")
+            return open_mapping(self._home, announcement)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def load(self, mapping: Mapping, layout: Layout, rung: Rung) -> Imported:
         """An array in a mapping: an alias, or a copy of this process's own.
 
-        Without room for the copy it is an alias.
+        Without room for the copy of what has a handle it is an alias.
         """
-        assert isinstance(mapping, CudaMapping)
         if self.disabled is not None:
             raise OpenFailed(Failure.ERROR, self.disabled)
         dtype = _dtype(layout)
+        if isinstance(mapping, HostMapping):
+            return self._upload(mapping, layout, dtype)
+        assert isinstance(mapping, CudaMapping)
         loan = Loan(mapping)
         try:
             with self._driver.cupy_errors("ndarray"):
                 alias = array_in(mapping, layout, dtype, loan)
-            if rung is Rung.COPY:
-                return self._copy(mapping.device, alias)
+            if rung is not Rung.SHARE:
+                return replace(self._copy(mapping.device, alias), rung=rung)
         except CudaError as error:
             if error.code != Code.OUT_OF_MEMORY:
                 raise as_open_failed(error) from error
         return Imported(alias, Rung.SHARE, owner=loan)
+
+    def _upload(self, mapping: HostMapping, layout: Layout, dtype: Any) -> Imported:
+        home = self._home
+        try:
+            array, mark = upload(home, layout, dtype, mapping.address)
+        except CudaError as error:
+            raise as_open_failed(error) from error
+        return Imported(array, Rung.HOST, done=home.when(mark, mapping, array))
 
     def _copy(self, device: Device, alias: Any) -> Imported:
         copy, mark = private_copy(device, alias)
@@ -205,14 +250,23 @@ class CudaMemory:
 
     def trim(self) -> list[Allocation]:
         """Allocations that were freed since: asks after a few of those that nobody has pinned."""
-        return self._allocations.trim()
+        for stage in self._stages.values():
+            stage.trim()
+        self._maps.trim()
+        return self._allocations.trim() + self._blocks.trim()
 
     def collect(self) -> list[Allocation]:
-        """As `trim`, but asks after all."""
-        return self._allocations.trim(len(self._allocations))
+        """As `trim`, but asks after all, and keeps nothing for later."""
+        for stage in self._stages.values():
+            stage.trim(0)
+        self._maps.trim(0)
+        return self._allocations.trim(len(self._allocations)) + self._blocks.trim(0)
 
     def close(self) -> None:
         """Let the threads end when they have done what they were given. Idempotent."""
+        self.collect()
+        self._blocks.close()
+        self._prover.close()
         self._opener.shutdown(wait=False)
         for device in self._devices.values():
             device.waiter.shutdown(wait=False)
