@@ -47,8 +47,8 @@ class Stage:
         """Whether blocks were taken since it was emptied last."""
 
     def __repr__(self) -> str:
-        held = self._pool.total_bytes() if self._pool is not None else 0
-        return f"<Stage of {self._device!r}: {held} bytes>"
+        state = "empty" if not self._dirty else "in use or lately"
+        return f"<Stage of {self._device!r}: {state}>"
 
     def allocate(self, nbytes: int) -> Any:
         """A ``cupy.cuda.MemoryPointer`` to so many bytes. Context and a stream current."""
@@ -77,8 +77,10 @@ class Stage:
             device.wait_idle()
             with device.current(), device.driver.cupy_errors("cudaFree"):
                 self._pool.free_all_blocks()
+                kept = self._pool.total_bytes()  # of the current device
         except CudaError as error:
             logger.debug("%r keeps its blocks: %s", self, error)
-        if self._pool.total_bytes():  # some are in use: they are freed by and by
+            return
+        if kept:  # some are in use: they are freed by and by
             with self._lock:
                 self._dirty = True
