@@ -28,6 +28,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -304,6 +305,8 @@ def main() -> None:
     parser.add_argument("--gpu", default="0", help="CUDA_VISIBLE_DEVICES of both workers")
     options = parser.parse_args()
     options.memory, options.memory_limit, options.warm_up = "cuda", 0, 0
+    here, path = os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, path])  # workers import transfers.py too
     failed, first = False, True
     for mode, proofs in (
         ("plugin-copy", (order, memory, loop)),

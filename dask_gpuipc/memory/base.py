@@ -12,7 +12,8 @@ Contract
   at a time; they wait for nothing slow. `Mapping.close` may be slow; where `executor` is not None,
   the importer opens ahead and closes on it.
 - `pin` raises only `Refused`; `open` and `load` raise only `OpenFailed`.
-- An allocation is named by ``(id, generation)``; a reused address is a new generation.
+- An allocation is named by ``(id, generation)``; a reused address is a new generation. `open` may
+  fail with ``BUSY`` while the mapping of an earlier one at that address is being closed.
 - What `load` returns is private to the receiver where ``rung`` is ``copy``, and for host memory.
 
 `dask_gpuipc.testing.check_memory` holds any implementation to this.

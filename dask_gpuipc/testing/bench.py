@@ -9,13 +9,14 @@ import importlib
 import multiprocessing
 import pickle
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from dask_gpuipc.errors import OpenFailed
+from dask_gpuipc.errors import Failure, OpenFailed
 from dask_gpuipc.memory.base import Allocation, Mapping, Memory, Pin, Rung
 from dask_gpuipc.testing.clock import LIMIT
 from dask_gpuipc.testing.leaks import counts
@@ -242,7 +243,15 @@ class _Imports:
         return counts()
 
     def open(self, name: str, announcement: Announce, fds: Sequence[int] = ()) -> None:
-        self._mappings[name] = self.memory.open(announcement, fds)
+        end = time.monotonic() + LIMIT
+        while name not in self._mappings:
+            try:
+                self._mappings[name] = self.memory.open(announcement, fds)
+            except OpenFailed as failed:
+                # What was at that address before is closed when the memory is idle.
+                if failed.reason is not Failure.BUSY or fds or time.monotonic() > end:
+                    raise
+                time.sleep(0.01)
 
     def load(self, mapping: str, layout: Layout, rung: Rung) -> tuple[int, Rung, Any]:
         imported = self.memory.load(self._mappings[mapping], layout, rung)
