@@ -234,8 +234,6 @@ def _spoilt(
             ("a long handle", payload + b"x"),
         ):
             yield name, replace(announcement, handle=wrong), fds
-    if announcement.device:
-        yield "an unknown device", replace(announcement, device="GPU-0"), fds
     if fds:
         reader, writer = os.pipe()
         stack.callback(os.close, reader)
