@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from dask_gpuipc.report import collect, statistics
+    from dask_gpuipc.reports import collect, statistics
     from dask_gpuipc.worker_plugin import GPUIPCPlugin, dask_setup
 
 __version__ = "0.1.0"
@@ -22,8 +22,8 @@ __all__ = ["GPUIPCPlugin", "__version__", "collect", "dask_setup", "statistics"]
 _HOMES: Final = {
     "GPUIPCPlugin": "worker_plugin",
     "dask_setup": "worker_plugin",
-    "statistics": "report",
-    "collect": "report",
+    "statistics": "reports",
+    "collect": "reports",
 }
 
 

@@ -34,6 +34,7 @@ from dask_gpuipc.errors import Refusal, Refused, WireError
 from dask_gpuipc.exporter import Consumer, Transfer, current_transfer
 from dask_gpuipc.importer import collecting_failures
 from dask_gpuipc.memory.base import Preparation
+from dask_gpuipc.stats import OTHERS
 from dask_gpuipc.wire import Advertisement, decode, encode
 
 logger = logging.getLogger("distributed.gpuipc")
@@ -113,7 +114,7 @@ class Hooks:
             if reason is not None:
                 self._endpoint.stats.refused(reason)
                 return await original(comm, keys=keys, who=who, serializers=serializers, **more)
-            transfer = await self._begin(comm, keys)
+            transfer = await self._begin(comm, keys, who or OTHERS)
             token = current_transfer.set(transfer)
             try:
                 result = await original(comm, keys=keys, who=who, serializers=OFFER, **more)
@@ -136,15 +137,16 @@ class Hooks:
             return Refusal.OTHER_TRANSPORT
         return None
 
-    async def _begin(self, comm: Any, keys: Collection[Any]) -> Transfer:
+    async def _begin(self, comm: Any, keys: Collection[Any], to: str) -> Transfer:
         """Open the transfer for a request; one that only counts, if nothing can go by handle."""
         exporter = self._endpoint.exporter
         try:
             consumer = await self._endpoint.consumer(self._advertised(comm))
         except Refused as refused:
-            return exporter.begin(None, reason=refused.reason)
+            self._endpoint.stats.notices.tell(refused.reason, refused.detail)
+            return exporter.begin(None, reason=refused.reason, to=to)
         consumer.channel.drain()  # its last releases and denials
-        return exporter.begin(consumer, await self._prepare(consumer, keys))
+        return exporter.begin(consumer, await self._prepare(consumer, keys), to=to)
 
     def _advertised(self, comm: Any) -> Advertisement:
         data = (comm.remote_info or {}).get(KEY)
@@ -181,7 +183,7 @@ class Hooks:
         async def gather_dep(
             worker: str, to_gather: Collection[Any], total_nbytes: int, *, stimulus_id: str
         ) -> StateMachineEvent:
-            with collecting_failures() as failed:
+            with collecting_failures() as failed, self._endpoint.stats.measured():
                 event = await original(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
             if failed and isinstance(event, GatherDepSuccessEvent):
                 logger.info("Asking %s again, as bytes: %s", worker, failed[0])

@@ -26,7 +26,7 @@ from dask_gpuipc.channel import Channel
 from dask_gpuipc.errors import ChannelError, ChannelFull, Failure, Refusal, Refused
 from dask_gpuipc.lease import Action, Event, Ledger
 from dask_gpuipc.memory.base import Allocation, Memory, Preparation, Rung, Sample
-from dask_gpuipc.stats import Statistics
+from dask_gpuipc.stats import OTHERS, Statistics
 from dask_gpuipc.wire import (
     Advertisement,
     Announce,
@@ -89,6 +89,8 @@ class Transfer:
     ----------
     consumer : Consumer or None
         None makes every export a counted refusal with ``reason``.
+    to : str
+        Name under which its arrays are counted; in Dask the requesting worker's address.
     """
 
     def __init__(
@@ -98,12 +100,18 @@ class Transfer:
         consumer: Consumer | None,
         prepared: Mapping[str, Preparation | None],
         reason: Refusal | None,
+        to: str = OTHERS,
     ) -> None:
         self._exporter = exporter
         self.number = number
         self.consumer = consumer
         self.prepared = prepared
         self.reason = reason
+        self.to = to
+
+    def __repr__(self) -> str:
+        state = f"refused, {self.reason}" if self.reason else f"to {self.consumer!r}"
+        return f"<Transfer {self.number} {state}>"
 
     def export(self, obj: Any) -> Descriptor:
         """A descriptor for an array of any memory; raises `Refused`."""
@@ -149,7 +157,6 @@ class Exporter:
         self._transfer_numbers = itertools.count(1)
         self._lease_numbers = itertools.count(1)
         self._consumers: dict[str, Consumer] = {}
-        self._warned = False
         self._closed = False
 
     def __repr__(self) -> str:
@@ -362,12 +369,16 @@ class Exporter:
         consumer: Consumer | None,
         prepared: Mapping[str, Preparation | None] | None = None,
         reason: Refusal | None = None,
+        to: str = OTHERS,
     ) -> Transfer:
-        """Open a transfer to a peer, or one that only counts why nothing goes by handle."""
+        """Open a transfer to a peer, or one that only counts why nothing goes by handle.
+
+        ``to`` is the name under which its arrays are counted.
+        """
         number = next(self._transfer_numbers)
         if consumer is not None:
             self._handle(lease.Opened(number, consumer.peer))
-        return Transfer(self, number, consumer, prepared or {}, reason)
+        return Transfer(self, number, consumer, prepared or {}, reason, to)
 
     def granted(self, transfer: Transfer) -> None:
         """The consumer said OK."""
@@ -392,19 +403,20 @@ class Exporter:
                 raise Refused(Refusal.TOO_SMALL)
         except Refused as refused:
             if refused.reason is not Refusal.UNSUPPORTED_TYPE or self._is_large(obj):
-                self._stats.refused(refused.reason)
+                self._stats.refused(refused.reason, refused.detail)
             raise
         try:
             descriptor = self._export(transfer, memory, obj)
         except Refused as refused:
-            self._count_bytes(refused.reason, nbytes)
+            self._stats.refused(refused.reason, refused.detail)
+            self._stats.sent(Rung.BYTES.value, nbytes, transfer.to)
             raise
         except Exception as error:
             # Whatever else dumps raised would leave the task pending for ever.
-            self._warn(error)
-            self._count_bytes(Refusal.ERROR, nbytes)
+            self._stats.refused(Refusal.ERROR, repr(error), error)
+            self._stats.sent(Rung.BYTES.value, nbytes, transfer.to)
             raise Refused(Refusal.ERROR, repr(error)) from error
-        self._stats.sent(descriptor.rung, nbytes)
+        self._stats.sent(descriptor.rung, nbytes, transfer.to)
         return descriptor
 
     def _memory_of(self, obj: Any) -> Memory:
@@ -419,19 +431,6 @@ class Exporter:
         except Exception:  # noqa: BLE001 -- somebody's property; what it raises is not our business
             return False
         return isinstance(nbytes, int) and nbytes >= max(self._smallest, 1)
-
-    def _count_bytes(self, reason: Refusal, nbytes: int) -> None:
-        self._stats.refused(reason)
-        self._stats.sent(Rung.BYTES.value, nbytes)
-
-    def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "A chunk goes as bytes because of an unforeseen error; results are right, but "
-                "please report it. Further ones are counted as 'error' and not logged.",
-                exc_info=error,
-            )
 
     def _export(self, transfer: Transfer, memory: Memory, array: Any) -> Descriptor:
         consumer = self._admit(transfer, memory, array)

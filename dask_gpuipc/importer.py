@@ -375,13 +375,13 @@ class Importer:
         try:
             return self._load(descriptor)
         except OpenFailed as failed:
-            self._failed(descriptor, failed.reason)
+            self._failed(descriptor, failed)
             raise
         except Exception as error:
             # Whatever else loads raised would leave the task pending for ever.
-            logger.warning("A descriptor could not be loaded", exc_info=error)
-            self._failed(descriptor, Failure.ERROR)
-            raise OpenFailed(Failure.ERROR, repr(error)) from error
+            unforeseen = OpenFailed(Failure.ERROR, repr(error))
+            self._failed(descriptor, unforeseen, error)
+            raise unforeseen from error
 
     def _load(self, descriptor: Descriptor) -> Any:
         producer = self._producers.get(descriptor.producer)
@@ -400,7 +400,7 @@ class Importer:
             self._give_back(producer, [descriptor.lease])
             raise
         self._watch(producer, descriptor, imported)
-        self._stats.received(imported.rung.value, descriptor.layout.nbytes)
+        self._stats.received(imported.rung.value, descriptor.layout.nbytes, memory.kind)
         return imported.array
 
     def owned(self, obj: Any, producer: str) -> Any:
@@ -463,13 +463,15 @@ class Importer:
                 lambda _: self._give_back(producer, [descriptor.lease], tell=True)
             )
 
-    def _failed(self, descriptor: Descriptor, reason: Failure) -> None:
+    def _failed(
+        self, descriptor: Descriptor, failed: OpenFailed, cause: Exception | None = None
+    ) -> None:
         """Count a failed load, and tell the producer, which frees the lease.
 
         Not of a lease that an array here holds (a replayed or forged descriptor named it); and a
         lease that was told of is never loaded again.
         """
-        self._stats.failed(reason)
+        self._stats.failed(failed.reason, failed.detail, cause)
         with self._lock:
             producer = self._producers.get(descriptor.producer)
             if producer is None or descriptor.lease in producer.held:
@@ -478,7 +480,7 @@ class Importer:
             channel = producer.channel
         if channel is not None:
             place = (descriptor.memory, descriptor.allocation, descriptor.generation)
-            channel.post(Nack(descriptor.lease, reason, *place))
+            channel.post(Nack(descriptor.lease, failed.reason, *place))
 
     # -- releases ---------------------------------------------------------------------------------
 

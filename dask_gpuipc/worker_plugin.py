@@ -160,8 +160,7 @@ class GPUIPCPlugin(WorkerPlugin):
         task.add_done_callback(self._tasks.discard)
 
     async def _metric(self, worker: Worker) -> dict[str, Any]:
-        snapshot = self.snapshot()
-        return {"state": snapshot.state, "leases": snapshot.leases, "pinned": snapshot.pinned_bytes}
+        return self.snapshot().to_dict()
 
     def snapshot(self) -> Snapshot:
         """Counters and holdings on this worker now."""

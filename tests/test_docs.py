@@ -16,6 +16,7 @@ import yaml
 
 import dask_gpuipc
 from dask_gpuipc.errors import Failure, Refusal
+from dask_gpuipc.explain import FAILURES, REFUSALS, with_tables
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -127,6 +128,23 @@ def test_documented_defaults_are_the_defaults():
 def test_every_reason_has_one_row_of_troubleshooting(heading: str, reasons: type[StrEnum]):
     rows = first_cells((DOCS / "troubleshooting.md").read_text(), heading)
     assert sorted(rows) == sorted(reason.value for reason in reasons)
+
+
+def test_tables_of_troubleshooting_are_written_from_the_code():
+    """If not: python -m dask_gpuipc.explain docs/troubleshooting.md"""
+    page = (DOCS / "troubleshooting.md").read_text()
+    assert with_tables(page) == page
+
+
+def test_every_reason_is_explained_once_and_in_a_form_that_goes_everywhere():
+    assert set(REFUSALS) == set(Refusal)
+    assert set(FAILURES) == set(Failure)
+    for explanation in (*REFUSALS.values(), *FAILURES.values()):
+        for text in (explanation.meaning, explanation.remedy):
+            assert text
+            assert not set(text) & set("|\n<>")
+            assert text.count("`") % 2 == 0
+            assert not text.endswith(".")
 
 
 # -- links and code -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What people look at: the numbers of a cluster."""
+"""The numbers of every worker, fetched by a client."""
 
 from __future__ import annotations
 
@@ -31,8 +31,14 @@ def statistics(client: Client) -> dict[str, dict[str, Any]]:
         ``sent``, ``received``
             ``{rung: {"arrays": n, "bytes": n}}``, nominal bytes. ``sent["bytes"]`` are arrays of at
             least ``min-bytes`` that could not go by handle; smaller ones are in ``refused`` only.
+        ``sent_to``
+            ``{address: {rung: {"arrays": n, "bytes": n}}}``: ``sent``, by the worker that asked.
+            ``""`` sums up who is no worker (a client), and workers of long ago beyond 256.
+        ``timings``
+            ``{memory: {"transfers": n, "bytes": n, "seconds": s}}``: answers in which chunks of
+            that memory arrived by handle, their bytes, and the time from asking to having them.
         ``refused``
-            ``{reason: n}``: why something went as bytes; see `dask_gpuipc.errors.Refusal`.
+            ``{reason: n}``: why something went as bytes; see `dask_gpuipc.explain`.
         ``failed``
             ``{reason: n}``: why a handle that arrived could not be opened (it was asked for again).
         ``leases``, ``pinned_bytes``
