@@ -385,8 +385,13 @@ class Exporter:
         self._handle(lease.Granted(transfer.number))
 
     def failed(self, transfer: Transfer) -> None:
-        """The answer ended without an OK. May be called after `granted`, to no effect."""
+        """The answer ended without an OK. May be called after `granted`, to no effect but one.
+
+        The arrays that were prepared for it are let go of: a timer that was made meanwhile may keep
+        the transfer, by its copy of the context variables, for as long as it runs.
+        """
         self._handle(lease.Failed(transfer.number))
+        transfer.prepared = {}
 
     def export(self, transfer: Transfer, obj: Any) -> Descriptor:
         """Pin an array, announce its allocation if need be, and offer a lease on it.

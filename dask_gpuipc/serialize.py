@@ -53,7 +53,9 @@ def loads(header: dict[str, Any], frames: list[Any]) -> Any:
         noted = failures.get()
         if noted is None:
             raise
-        noted.append(failed)
+        # Not the error itself: its traceback holds the frames that read this message, and with them
+        # the arrays that were loaded before.
+        noted.append(OpenFailed(failed.reason, failed.detail))
         return None
 
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import tempfile
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,8 +30,9 @@ from dask_gpuipc.config import Settings
 from dask_gpuipc.endpoint import Endpoint
 from dask_gpuipc.errors import Failure, OpenFailed, Refusal, Refused, WireError
 from dask_gpuipc.exporter import Exporter
-from dask_gpuipc.importer import IdleLimits, Importer, Producer
+from dask_gpuipc.importer import IdleLimits, Importer, Producer, collecting_failures
 from dask_gpuipc.memory.host import HostMemory
+from dask_gpuipc.serialize import loads
 from dask_gpuipc.stats import Statistics
 from dask_gpuipc.testing import Fault, FaultyMemory, ManualClock, faulty_channels, leak_check
 from dask_gpuipc.wire import (
@@ -1481,6 +1483,50 @@ def test_a_channel_that_goes_in_the_middle_of_a_load_is_an_open_failed(alone):
         with pytest.raises(OpenFailed) as caught:
             alone.load(DESCRIPTOR)
         assert caught.value.reason is Failure.EVICTED, f"after {looks} looks"
+
+
+def test_a_failure_that_was_noted_keeps_no_array_of_its_message(alone):
+    first, second = (alone.announce(value) for value in range(2))
+    spoilt = replace(second, allocation=99)
+
+    def message():
+        """Read as Dask does: what was loaded is in the frame that loads the next."""
+        array = loads({"descriptor": encode(first)}, [])
+        nothing = loads({"descriptor": encode(spoilt)}, [])
+        return array, nothing
+
+    with collecting_failures() as noted:
+        array, nothing = message()
+    died = weakref.ref(array)
+    gc.disable()
+    try:
+        del array
+        assert (nothing, died()) == (None, None)
+    finally:
+        gc.enable()
+    assert [str(failed.reason) for failed in noted] == ["evicted"]
+
+
+def test_an_answer_that_is_over_keeps_no_array():
+    """Though a timer that was made in it has a copy of its context variables."""
+    memory = FaultyMemory(HostMemory())
+    exporter = Exporter("p", [memory], Statistics(), min_bytes={"host": 1, "cuda": 1})
+    arrays = [np.zeros(10)]
+    died = weakref.ref(arrays[0])
+    transfer = exporter.begin(None, {"host": Prepared(arrays)}, Refusal.OTHER_NODE)
+    exporter.granted(transfer)
+    exporter.failed(transfer)
+    del arrays
+    assert died() is None
+    memory.close()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    arrays: list[Any]
+
+    async def wait(self) -> None:
+        """They are finished."""
 
 
 def test_a_transfer_with_no_consumer_only_counts_why():
