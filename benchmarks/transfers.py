@@ -1,7 +1,8 @@
 """How long one chunk takes from one worker to another, by size and by way.
 
     python benchmarks/transfers.py
-    python benchmarks/transfers.py --memory cuda --mode plain plugin-copy plugin-share
+    python benchmarks/transfers.py --memory cuda --mode plain plugin-copy plugin-share plugin-host
+    python benchmarks/transfers.py --memory cuda --mode plain plugin-copy plugin-share --gpu 0 1
 
 Each mode gets a cluster of its own: a scheduler and two ``dask worker`` processes, started as users
 start them, on one GPU where the chunks are CuPy's. All clusters are alive at the same time and take
@@ -25,8 +26,9 @@ Every read is an exact sum, compared with the first worker's; after the first ro
 CRC of all bytes is compared too.
 
 Standard output takes one JSON object a line, told apart by ``kind``: ``environment`` first, then by
-size one ``measure`` for each mode, ``copy`` (what copying those bytes once costs, the floor) and,
-with ``plain`` among the modes, ``ratio`` (plain / mode). Progress and a table go to standard error.
+size one ``measure`` for each mode, ``copy`` (what copying those bytes once costs, the floor),
+with two GPUs ``peer`` (memcpyPeer between them) and, with ``plain`` among the modes, ``ratio``
+(plain / mode). Progress and a table go to standard error.
 
 The package may be installed or in PYTHONPATH.
 """
@@ -62,13 +64,32 @@ from dask_gpuipc import GPUIPCPlugin
 
 Kind = Literal["host", "cuda"]
 
-MODES = ("plain", "plugin", "plugin-copy", "plugin-share", "ucx")
+MODES = ("plain", "plugin", "plugin-copy", "plugin-share", "plugin-host", "ucx")
 SIZES = ("1 KiB", "64 KiB", "1 MiB", "16 MiB", "128 MiB", "512 MiB", "2 GiB")
 PACKAGES = (
     "dask", "distributed", "numpy", "cupy", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings",
     "distributed-ucxx-cu12", "distributed-ucxx-cu13",
 )  # fmt: skip
 TIMES = ("transfer", "with_read", "wall")
+PEER_COPY = """
+import statistics, sys, time
+import cupy
+runtime, nbytes = cupy.cuda.runtime, int(sys.argv[1])
+with cupy.cuda.Device(0):
+    source = cupy.ones(nbytes // 8, "u8")
+    runtime.deviceEnablePeerAccess(1)
+with cupy.cuda.Device(1):
+    target = cupy.zeros(nbytes // 8, "u8")
+    runtime.deviceEnablePeerAccess(0)
+    times = []
+    for _ in range(9):
+        runtime.deviceSynchronize()
+        start = time.perf_counter()
+        runtime.memcpyPeerAsync(target.data.ptr, 1, source.data.ptr, 0, nbytes, 0)
+        runtime.deviceSynchronize()
+        times.append(time.perf_counter() - start)
+print(statistics.median(times[2:]))
+"""
 PATIENCE = 120
 """Seconds for a cluster to start, and for a dropped chunk to be gone."""
 
@@ -203,17 +224,22 @@ def cluster(mode: str, options: argparse.Namespace) -> Iterator[Side]:
         stack.enter_context(started("dask_scheduler", *common, "--port", "0", log=log))
         until(file.exists, f"the scheduler of {mode} writes {file}")
         limit = ("--memory-limit", str(options.memory_limit), "--nthreads", "1")
-        gpu = {"CUDA_VISIBLE_DEVICES": options.gpu} if options.memory == "cuda" else {}
-        for name in ("home", "away"):
+        settings = {"DASK_GPUIPC__CUDA__IPC": "False"} if mode == "plugin-host" else {}
+        for name, gpu in zip(("home", "away"), options.gpu[:1] + options.gpu[-1:], strict=True):
+            if options.memory == "cuda":
+                settings["CUDA_VISIBLE_DEVICES"] = gpu
             place = ("--name", name, "--local-directory", folder)
-            stack.enter_context(started("dask_worker", *common, *limit, *place, log=log, **gpu))
+            stack.enter_context(
+                started("dask_worker", *common, *limit, *place, log=log, **settings)
+            )
         client = stack.enter_context(
             Client(scheduler_file=str(file), timeout=PATIENCE, set_as_default=False)
         )
         client.wait_for_workers(2, timeout=PATIENCE)
         if mode.startswith("plugin"):
             _, _, transfer = mode.partition("-")
-            client.register_worker_plugin(GPUIPCPlugin(transfer=transfer or None))
+            known = transfer if transfer in ("copy", "share") else None
+            client.register_worker_plugin(GPUIPCPlugin(transfer=known))
         workers = client.scheduler_info()["workers"]
         addresses = {str(worker["name"]): address for address, worker in workers.items()}
         yield Side(mode, client, addresses["home"], addresses["away"])
@@ -270,6 +296,14 @@ def one_round(side: Side, memory: Kind, nbytes: int, seed: int, check: bool) -> 
     return Round(transfer, transfer + seconds, wall)
 
 
+def peer_copy(gpus: list[str], nbytes: int) -> float:
+    """Seconds in which the driver copies those bytes from one GPU to the other, in one process."""
+    visible = {**os.environ, "CUDA_VISIBLE_DEVICES": f"{gpus[0]},{gpus[-1]}"}
+    command = [sys.executable, "-c", PEER_COPY, str(nbytes)]
+    done = subprocess.run(command, env=visible, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
 def agree(sent: int, arrived: int, side: Side, nbytes: int) -> None:
     """Exit if what arrived is not what was sent."""
     if sent != arrived:
@@ -306,6 +340,8 @@ def measure(
         copy_once, options.memory, nbytes, workers=[first.away], pure=False
     ).result()
     yield {"kind": "copy", **where, "copy_ms": milliseconds(copied)}
+    if len(set(options.gpu)) > 1:
+        yield {"kind": "peer", **where, "copy_ms": milliseconds(peer_copy(options.gpu, nbytes))}
     yield from ratios(sides, options, where)
 
 
@@ -417,7 +453,8 @@ def arguments() -> argparse.Namespace:
         help=f"default: {', '.join(SIZES)}")  # fmt: skip
     add("--rounds", type=int, default=11, help="counted rounds of each size; default: 11")
     add("--warm-up", type=int, default=3, help="rounds before them; default: 3")
-    add("--gpu", default="0", help="CUDA_VISIBLE_DEVICES of both workers; default: 0")
+    add("--gpu", nargs="+", default=["0"],
+        help="CUDA_VISIBLE_DEVICES of both workers, or of each; default: 0")  # fmt: skip
     add("--memory-limit", type=parse_bytes, default=parse_bytes("8 GiB"),
         help="of each worker; default: 8 GiB")  # fmt: skip
     options = parser.parse_args()
@@ -450,8 +487,9 @@ def as_row(line: dict[str, Any]) -> str:
             return f"{'chunk':>10}  {'':<20}" + "".join(f"{name:>14}" for name in TIMES)
         case "measure":
             name, values, unit = line["mode"], [line[f"{name}_ms"] for name in TIMES], "ms"
-        case "copy":
-            name, values, unit = "one copy", [line["copy_ms"]], "ms"
+        case "copy" | "peer":
+            name = "one copy" if line["kind"] == "copy" else "memcpyPeer"
+            values, unit = [line["copy_ms"]], "ms"
         case _:
             name, values, unit = f"plain / {line['mode']}", [line[name] for name in TIMES], "x"
     cells = "".join(f"{value:>11.2f} {unit:<2}" for value in values)

@@ -43,6 +43,8 @@ def permitted() -> tuple[tuple[str, ...] | None, str]:
 
 
 def scenario(name: str, memory: str = "host") -> list[dict[str, Any]]:
+    if memory == "cuda":
+        pytest.importorskip("cupy")
     start, why = permitted()
     if start is None:
         pytest.skip(f"needs namespaces of its own (CAP_SYS_ADMIN or user namespaces): {why}")

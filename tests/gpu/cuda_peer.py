@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import multiprocessing
+import os
 import threading
 import time
 import traceback
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -81,8 +83,9 @@ def warm_up() -> None:
 # -- exporter -----------------------------------------------------------------------------------
 
 
-def ready(*arrays: Any) -> Any:
-    prepared = memory().prepare(arrays)
+def ready(*arrays: Any, devices: Any = None) -> Any:
+    """Arrays finished for a peer that opens these devices' handles; None is all."""
+    prepared = memory().prepare(arrays, devices)
     asyncio.run(prepared.wait())
     return prepared
 
@@ -105,6 +108,54 @@ def announce(allocation: Allocation) -> Announce:
 def open_(name: str, announcement: Announce) -> int:
     held[name] = memory().open(announcement, ())
     return held[name].nbytes
+
+
+def open_arena(name: str, announcement: Announce, pid: int, fd: int) -> int:
+    """Open an arena of another process, whose descriptor is got by way of /proc."""
+    mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    held[name] = memory().open(announcement, (mine,))
+    return held[name].nbytes
+
+
+def pinned_maps() -> int:
+    """Mappings of pinned arenas in this process."""
+    with open("/proc/self/maps") as maps:
+        return sum("dask-gpuipc-pinned" in line for line in maps)
+
+
+def collect() -> None:
+    memory().collect()
+
+
+def uuid_of(ordinal: int) -> str:
+    """UUID of a device of this process, as the runtime tells it."""
+    import uuid
+
+    import cupy
+
+    raw = cupy.cuda.runtime.getDeviceProperties(ordinal)["uuid"]
+    return f"GPU-{uuid.UUID(bytes=bytes(np.frombuffer(raw, 'u1')[:16]))}"
+
+
+def home() -> tuple[str, ...]:
+    return memory().devices()
+
+
+def place(name: str) -> tuple[int, str]:
+    """Ordinal and UUID of the device on which an imported array is said to be."""
+    ordinal = held[name].array.device.id
+    return ordinal, uuid_of(ordinal)
+
+
+def examine(device: str, nbytes: int, handle: bytes) -> bytes:
+    return memory().prover.examine(device, nbytes, handle).result(30)
+
+
+def active(ordinal: int) -> bool:
+    """Whether this process has a primary context on a device."""
+    from cuda.bindings import driver as api
+
+    return bool(api.cuDevicePrimaryCtxGetState(api.cuDeviceGet(ordinal)[1])[2])
 
 
 def load(name: str, mapping: str, layout: Layout, rung: str) -> str:
@@ -267,13 +318,14 @@ class Failed(Exception):
 
 
 class Peer:
-    """A spawned process that calls functions of this module."""
+    """A spawned process that calls functions of this module, in an environment of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, **environment: str) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
         self._process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
-        self._process.start()
+        with mock.patch.dict(os.environ, environment):
+            self._process.start()
         theirs.close()
 
     def call(self, function: Any, *arguments: Any) -> Any:

@@ -74,7 +74,8 @@ def test_received_objects_are_as_plain_dask_delivers_them(shared: Client, name: 
     ours = move(shared, source, b, describe_gpu).result()
     assert arrays(shared, "sent", "copy") >= 1
     shared.unregister_worker_plugin("gpuipc")
-    assert ours == move(shared, source, b, describe_gpu).result()
+    another = shared.submit(layout_gpu, name, workers=[a], pure=False)  # b has a copy of the first
+    assert ours == move(shared, another, b, describe_gpu).result()
 
 
 def overwrite_gpu(x: Any) -> bool:

@@ -200,17 +200,6 @@ def test_a_reused_address_is_a_new_generation(peer):
     end(peer, pin)
 
 
-@pytest.mark.parametrize("allocator", ["malloc_managed", "malloc_async"])
-def test_memory_without_a_handle_is_refused(allocator):
-    import cupy
-
-    with cupy.cuda.using_allocator(getattr(cupy.cuda, allocator)):
-        array = cupy.zeros(1000)
-    prepared = ready(array)
-    assert refusal(array, prepared) is Refusal.NOT_EXPORTABLE
-    assert refusal(array, prepared) is Refusal.NOT_EXPORTABLE
-
-
 def test_an_array_without_bytes_is_refused():
     import cupy
 

@@ -266,6 +266,7 @@ class CudaMemory:
         """Let the threads end when they have done what they were given. Idempotent."""
         self.collect()
         self._blocks.close()
+        self._maps.close()
         self._prover.close()
         self._opener.shutdown(wait=False)
         for device in self._devices.values():

@@ -40,6 +40,8 @@ GRAIN: Final = 64 << 20
 ALIGNMENT: Final = 4096
 IDLE: Final = 30.0
 """Seconds for which an arena, or a mapping of one, is kept without use."""
+LOOK: Final = 0.05
+"""Seconds between two looks at whether the last slots are free."""
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -256,10 +258,21 @@ class HostBlocks:
         return gone
 
     def close(self) -> None:
-        """Close all free arenas, and let the thread end."""
+        """Close all arenas, each when its last slot dies, and let the thread end. Idempotent."""
         with self._lock:
             self._drop_free()
+            left = bool(self._arenas)
+        if left:  # an answer was given up while it was prepared
+            self._thread.submit(self._close_rest)
         self._thread.shutdown(wait=False)
+
+    def _close_rest(self) -> None:
+        while True:
+            with self._lock:
+                self._drop_free()
+                if not self._arenas:
+                    return
+            time.sleep(LOOK)
 
 
 def _fill(slot: Slot, device: Device, array: Any, allocate: Allocate) -> Future[None]:
@@ -316,6 +329,7 @@ class HostMaps:
         self._clock = clock
         self._lock = threading.Lock()
         self._kept: dict[tuple[int, int], _Kept] = {}
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<HostMaps: {len(self._kept)} arenas>"
@@ -355,6 +369,15 @@ class HostMaps:
             kept = self._kept[key]
             kept.uses -= 1
             kept.last_use = self._clock()
+            closed = self._closed
+        if closed:
+            self.trim(0)
+
+    def close(self) -> None:
+        """Unpin everything, each arena when its last mapping is closed. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self.trim(0)
 
     def trim(self, idle: float = IDLE) -> None:
         """Unpin what no mapping has used for so many seconds."""
