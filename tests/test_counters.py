@@ -156,7 +156,8 @@ def test_a_cluster_tells_who_sent_what_to_whom(shared: Client) -> None:
     for seed, to in ((1, b), (2, b), (3, c)):
         source = shared.submit(make, LARGE, seed, workers=[a], pure=False)
         assert move(shared, source, to, same, LARGE, seed).result()
-    assert isinstance(source.result(), np.ndarray)  # the client has no plugin, and no address
+    mine = shared.submit(make, workers=[a], pure=False)
+    assert isinstance(mine.result(), np.ndarray)  # the client has no plugin, and no address
     stats = dask_gpuipc.statistics(shared)
     assert stats[a]["sent_to"] == {
         b: {"share": {"arrays": 2, "bytes": 2 * NBYTES}},
