@@ -8,8 +8,8 @@ open handles of that GPU, down into host memory that both have (`pinned`).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -22,6 +22,8 @@ from dask_gpuipc.memory.cuda.driver import Code, CudaError, as_refused
 from dask_gpuipc.memory.cuda.mappings import BORROWED
 from dask_gpuipc.memory.cuda.pinned import HostBlocks, Slot
 from dask_gpuipc.memory.cuda.staging import Stage
+
+logger = logging.getLogger("distributed.gpuipc")
 
 QUICK_LOOKS: Final = 3
 """How often a mark is looked at on the event loop before a thread waits for it."""
@@ -209,15 +211,19 @@ class CudaPreparation:
         assert device is not None
         assert slot is not None
         allocate = self._ways.stages[device.ordinal].allocate
-        filling = self._ways.host.fill(slot, device, covered.array, allocate)
+        fill = self._ways.host.fill
         try:
-            filled: Future[None] = await asyncio.wrap_future(filling)
+            # No name for the first future: its error's traceback holds this frame, and so the slot.
+            filled = await asyncio.wrap_future(fill(slot, device, covered.array, allocate))
             await asyncio.wrap_future(filled)
             refused = None
         except CudaError as error:
             refused = as_refused(error)
         except OSError as error:
             refused = Refused(Refusal.NO_MEMORY, f"pinned host memory: {error}")
+        except Exception as error:  # an answer must not fail because of it
+            logger.warning("An array could not be brought to the host", exc_info=error)
+            refused = Refused(Refusal.ERROR, repr(error))
         if refused is not None:
             self._cover([replace(covered, slot=None, refused=refused)])
 

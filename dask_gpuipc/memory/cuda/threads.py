@@ -103,4 +103,7 @@ class _Call:
             # The traceback holds this frame: leave nothing in it that leads back to the future.
             del self, future, fn, args, kwargs
         else:
+            # Whoever waits may look at once whether what the call held is free.
+            self.args, self.kwargs = (), {}
+            del fn, args, kwargs
             future.set_result(result)
