@@ -30,6 +30,9 @@ logger = logging.getLogger("distributed.gpuipc")
 
 SIZE: Final = 1 << 16
 """Bytes of a sample."""
+BLOCK: Final = 2 << 20
+"""Bytes allocated for one: the driver puts smaller blocks of several owners into one of this size,
+and a consumer that has a neighbour of the sample open could not open it once more."""
 MAX_SIZE: Final = 1 << 20
 LIMIT: Final = 5.0
 """Seconds that reading a sample may take."""
@@ -77,7 +80,7 @@ class CudaProver:
         device = self._devices[uuid]
         data = np.frombuffer(os.urandom(SIZE), np.uint8)
         with device.current():
-            pointer = device.driver.allocate(SIZE)
+            pointer = device.driver.allocate(BLOCK)
             stream = _new_stream(device)
             device.driver.upload(pointer, data.ctypes.data, SIZE, stream.ptr)
             mark = device.mark_stream(stream.ptr)
