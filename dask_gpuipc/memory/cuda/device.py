@@ -119,8 +119,11 @@ class Device:
         """Completes, without an exception, when a mark has passed; holds ``keep`` until then.
 
         The marks of one device pass in the order in which they were made, near enough, so that one
-        thread takes them in turn.
+        thread takes them in turn. One that has passed already needs no thread: for a small copy,
+        waking it would take longer than the copy.
         """
+        if _has_passed(mark):
+            return _done()
         return self.waiter.submit(_settle, mark, keep)
 
     def fence(self) -> Future[None] | None:
@@ -266,6 +269,19 @@ def _park_at_exit(driver: Driver) -> None:
     """In a process that ends, stop this thread for good: nothing was seen to end."""
     if not driver.disabled:
         threading.Event().wait()
+
+
+def _has_passed(mark: Mark) -> bool:
+    try:
+        return mark.passed()
+    except CudaError:
+        return False  # settled by the thread
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 def _settle(mark: Mark, keep: tuple[Any, ...]) -> None:
