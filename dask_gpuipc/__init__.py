@@ -3,6 +3,8 @@
 >>> from dask_gpuipc import GPUIPCPlugin
 >>> client.register_worker_plugin(GPUIPCPlugin())  # doctest: +SKIP
 
+Without Dask, `get_ipc_handle` and the rest of `dask_gpuipc.sharing` do it for any two processes.
+
 Importing this package imports neither distributed nor any GPU library; its names do so when they
 are first asked for.
 """
@@ -13,26 +15,41 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from dask_gpuipc import sharing
     from dask_gpuipc.reports import collect, statistics
+    from dask_gpuipc.sharing import IPCMemoryHandle, get_ipc_handle
     from dask_gpuipc.worker_plugin import GPUIPCPlugin, dask_setup
 
 __version__ = "0.1.0"
-__all__ = ["GPUIPCPlugin", "__version__", "collect", "dask_setup", "statistics"]
+__all__ = [
+    "GPUIPCPlugin",
+    "IPCMemoryHandle",
+    "__version__",
+    "collect",
+    "dask_setup",
+    "get_ipc_handle",
+    "sharing",
+    "statistics",
+]
 
 _HOMES: Final = {
     "GPUIPCPlugin": "worker_plugin",
     "dask_setup": "worker_plugin",
     "statistics": "reports",
     "collect": "reports",
+    "IPCMemoryHandle": "sharing",
+    "get_ipc_handle": "sharing",
 }
 
 
 def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name == "sharing":
+        return importlib.import_module(f"{__name__}.sharing")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     if name == "GPUIPCPlugin":
         from dask_gpuipc import _compat

@@ -303,7 +303,7 @@ class Listener:
         self._loop = loop
         self._accept = accept
         self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
-        self._folder = _private_folder(directory)
+        self._folder = private_folder(directory)
         self.path = os.path.join(self._folder, "s")
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
@@ -440,8 +440,20 @@ def check_credentials(sock: socket.socket, pid: int | None) -> None:
         raise ChannelBroken(f"the other side is process {found}, it claims to be {pid}")
 
 
-def _private_folder(directory: str | None) -> str:
-    base = directory or os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+def default_base() -> str:
+    """Where private folders are made unless a setting says otherwise."""
+    return os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+
+
+def private_folder(directory: str | None) -> str:
+    """Make a folder of mode 0700 for a socket, which `sweep` knows by this process in its name.
+
+    Raises
+    ------
+    ConfigError
+        ``directory`` is none, or so long that the path of a socket of a one-letter name is too.
+    """
+    base = directory or default_base()
     if not os.path.isdir(base):
         raise ConfigError(
             f"gpuipc.socket-directory {base!r} is not a directory; create it or name another"
@@ -478,6 +490,18 @@ def sweep(base: str) -> list[str]:
         shutil.rmtree(entry.path, ignore_errors=True)
         removed.append(entry.path)
     return removed
+
+
+def folders_of(base: str, pid: int, started: int) -> list[str]:
+    """The private folders in ``base`` of one process of this user and pid namespace."""
+    prefix = f"{PREFIX}-{_pid_namespace()}-{pid}-{started}-"
+    found = []
+    for entry in os.scandir(base):
+        if entry.name.startswith(prefix) and entry.is_dir(follow_symlinks=False):
+            info = entry.stat(follow_symlinks=False)
+            if info.st_uid == os.geteuid() and not info.st_mode & 0o077:
+                found.append(entry.path)
+    return found
 
 
 def _is_stale(path: str, pid: int, started: int) -> bool:

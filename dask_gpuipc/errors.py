@@ -136,3 +136,27 @@ class ChannelBroken(ChannelError):
 
 class ChannelFull(ChannelError):
     """Sending now would block."""
+
+
+class SharingError(GPUIPCError):
+    """Base of what `dask_gpuipc.sharing` raises by itself."""
+
+
+class HandleClosed(SharingError, ValueError):
+    """Used after this side closed it."""
+
+
+class SourceGone(SharingError, OSError):
+    """The process that had the memory has ended, or given it up."""
+
+
+class NotAnswering(SharingError, TimeoutError):
+    """The process that has the memory lives, and did not answer in time."""
+
+
+class NotPermitted(SharingError, PermissionError):
+    """Not for this process to open, or not from here; the text says why."""
+
+
+class StillOpen(SharingError, TimeoutError):
+    """Others still hold it, after as long a wait as was asked for."""

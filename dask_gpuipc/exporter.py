@@ -15,9 +15,10 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -113,9 +114,11 @@ class Transfer:
         state = f"refused, {self.reason}" if self.reason else f"to {self.consumer!r}"
         return f"<Transfer {self.number} {state}>"
 
-    def export(self, obj: Any) -> Descriptor:
+    def export(
+        self, obj: Any, *, readonly: bool = False, ended: Callable[[], None] | None = None
+    ) -> Descriptor:
         """A descriptor for an array of any memory; raises `Refused`."""
-        return self._exporter.export(self, obj)
+        return self._exporter.export(self, obj, readonly=readonly, ended=ended)
 
 
 class Exporter:
@@ -393,8 +396,23 @@ class Exporter:
         self._handle(lease.Failed(transfer.number))
         transfer.prepared = {}
 
-    def export(self, transfer: Transfer, obj: Any) -> Descriptor:
+    def export(
+        self,
+        transfer: Transfer,
+        obj: Any,
+        *,
+        readonly: bool = False,
+        ended: Callable[[], None] | None = None,
+    ) -> Descriptor:
         """Pin an array, announce its allocation if need be, and offer a lease on it.
+
+        Parameters
+        ----------
+        readonly : bool
+            The consumer's array cannot be written, where its memory can see to that.
+        ended : callable, optional
+            Called once when the pin is released, on any thread; also where it ends in a refusal
+            after the pin was made.
 
         Raises
         ------
@@ -411,7 +429,7 @@ class Exporter:
                 self._stats.refused(refused.reason, refused.detail)
             raise
         try:
-            descriptor = self._export(transfer, memory, obj)
+            descriptor = self._export(transfer, memory, obj, readonly, ended)
         except Refused as refused:
             self._stats.refused(refused.reason, refused.detail)
             self._stats.sent(Rung.BYTES.value, nbytes, transfer.to)
@@ -437,9 +455,18 @@ class Exporter:
             return False
         return isinstance(nbytes, int) and nbytes >= max(self._smallest, 1)
 
-    def _export(self, transfer: Transfer, memory: Memory, array: Any) -> Descriptor:
+    def _export(
+        self,
+        transfer: Transfer,
+        memory: Memory,
+        array: Any,
+        readonly: bool,
+        ended: Callable[[], None] | None,
+    ) -> Descriptor:
         consumer = self._admit(transfer, memory, array)
         pin = memory.pin(array, transfer.prepared.get(memory.kind))
+        if ended is not None:
+            pin.release = partial(_in_turn, pin.release, ended)
         try:
             self._announce(consumer, memory, pin.allocation)
         except BaseException:
@@ -466,7 +493,7 @@ class Exporter:
             memory=memory.kind,
             allocation=pin.allocation.id,
             generation=pin.allocation.generation,
-            layout=pin.layout,
+            layout=replace(pin.layout, writeable=False) if readonly else pin.layout,
         )
 
     def _admit(self, transfer: Transfer, memory: Memory, array: Any) -> Consumer:
@@ -530,3 +557,8 @@ class Exporter:
         consumer = self._consumers.get(peer)
         if consumer is not None:
             consumer.channel.post(Ask(transfer))
+
+
+def _in_turn(*calls: Callable[[], None]) -> None:
+    for call in calls:
+        call()

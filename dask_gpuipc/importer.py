@@ -403,6 +403,10 @@ class Importer:
         self._stats.received(imported.rung.value, descriptor.layout.nbytes, memory.kind)
         return imported.array
 
+    def owners(self) -> list[Any]:
+        """The roots of all arrays here that hold a lease; each keeps its lease while it lives."""
+        return list(self._owners)
+
     def owned(self, obj: Any, producer: str) -> Any:
         """An object without the memory of a producer in it: arrays of it are replaced by copies.
 

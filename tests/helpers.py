@@ -75,12 +75,13 @@ class Child:
     """A spawned process that calls functions of test modules, on an event loop if they want one.
 
     A coroutine function runs on its loop; a plain function too, so both may touch what lives there.
+    Only one that is no daemon may have children of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, daemon: bool = True) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process = spawn.Process(target=_serve, args=(theirs,), daemon=daemon)
         self.process.start()
         theirs.close()
 
@@ -132,8 +133,8 @@ class Child:
 
 
 @contextlib.contextmanager
-def child() -> Iterator[Child]:
-    process = Child()
+def child(*, daemon: bool = True) -> Iterator[Child]:
+    process = Child(daemon=daemon)
     try:
         yield process
     finally:

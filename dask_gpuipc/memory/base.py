@@ -182,6 +182,9 @@ class Memory(Protocol):
     def pin(self, array: Any, prepared: Preparation | None) -> Pin:
         """Find the allocation of an array and hold its bytes in place."""
 
+    def protects(self, array: Any) -> bool:
+        """Whether `load` gives what a read-only layout says: an array that cannot be written."""
+
     def handle(self, allocation: Allocation) -> Handle:
         """The token for an allocation that is pinned now; raises `Refused`."""
 

@@ -19,6 +19,7 @@ Rules that the kernel imposes
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -113,6 +114,14 @@ class Arena:
             flat: np.ndarray[Any, Any] = np.ndarray(data.shape, data.dtype, self._map, offset)
             np.copyto(flat, data)
 
+    def view(self, layout: Layout, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """An array over a slot; for this process, which may not change what peers read."""
+        view: np.ndarray[Any, Any] = np.ndarray(
+            layout.shape, dtype, self._map, layout.offset, layout.strides
+        )
+        view.flags.writeable = layout.writeable  # an attribute of the copy, so of its copies
+        return view
+
     def unmap_pages(self) -> None:
         """Drop the pages from this process's RSS; their bytes stay in the memfd."""
         self._map.madvise(mmap.MADV_DONTNEED)
@@ -130,13 +139,22 @@ class Arena:
 
     def close(self) -> None:
         """Unmap and close; importers keep what they have."""
-        self._map.close()
+        with contextlib.suppress(BufferError):  # a view of it lives, and unmaps it when it dies
+            self._map.close()
         self._close_fds()
 
     def _close_fds(self) -> None:
         for fd in (self.fd, self.shared_fd):
             if fd >= 0:
                 os.close(fd)
+
+
+@dataclass(eq=False, slots=True)
+class Snapshot:
+    """A copy of an array in shared memory, until `release`, which is called once."""
+
+    array: np.ndarray[Any, Any]
+    release: Callable[[], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -249,6 +267,26 @@ class HostMemory:
             release=partial(self._release, slot),
         )
 
+    def snapshot(self, array: np.ndarray[Any, Any]) -> Snapshot:
+        """Copy an array into a slot now; pins of the snapshot's array make no further copy.
+
+        Raises
+        ------
+        Refused
+            The dtype does not travel, or there is no memory.
+        """
+        dtype = encode_dtype(array.dtype)
+        with self._lock:
+            self._last_use = self._clock()
+        slot = self._fill(array, dtype)
+        view = slot.arena.view(slot.layout, array.dtype)
+        with self._lock:
+            if self._slots.get(slot.key) is slot:
+                del self._slots[slot.key]
+            slot.key, slot.ref = id(view), weakref.ref(view)
+            self._slots[slot.key] = slot
+        return Snapshot(view, partial(self._release, slot))
+
     def pin_copies(self, array: np.ndarray[Any, Any]) -> bool:
         """Whether there is no slot with a copy of this live array."""
         with self._lock:
@@ -343,6 +381,10 @@ class HostMemory:
                 del self._arenas[arena.allocation.id]
                 arena.close()
 
+    def protects(self, array: np.ndarray[Any, Any]) -> bool:
+        """Always: read-only pages are mapped for reading."""
+        return True
+
     def handle(self, allocation: Allocation) -> Handle:
         """The arena's read-only descriptor."""
         with self._lock:
@@ -373,8 +415,6 @@ class HostMemory:
             array, block = _array_in(mapping, layout)
         except ValueError as error:
             raise OpenFailed(Failure.MALFORMED, str(error)) from error
-        if not layout.writeable:
-            array.flags.writeable = False
         return Imported(array, Rung.SHARE, owner=block)
 
     def owner_of(self, array: np.ndarray[Any, Any]) -> Any | None:
@@ -459,11 +499,11 @@ class _Block:
 
     __slots__ = ("__array_interface__", "__weakref__")
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, address: int, nbytes: int, writeable: bool) -> None:
         self.__array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (address, False),
+            "data": (address, not writeable),
             "version": 3,
         }
 
@@ -473,17 +513,24 @@ def _array_in(mapping: _Mapped, layout: Layout) -> tuple[np.ndarray[Any, Any], _
     dtype = decode_dtype(layout.dtype)
     low, high = layout.extent()
     start = low // PAGE * PAGE
-    block = _map_private(mapping.fd, start, high - start)
+    block = map_private(mapping.fd, start, high - start, writeable=layout.writeable)
     place = layout.offset - start
     return np.ndarray(layout.shape, dtype, np.asarray(block), place, layout.strides), block
 
 
-def _map_private(fd: int, offset: int, nbytes: int) -> _Block:
+def map_private(fd: int, offset: int, nbytes: int, *, writeable: bool = True) -> _Block:
+    """Map a file's bytes, private to this process; unmapped when the block dies.
+
+    Raises
+    ------
+    OpenFailed
+        The kernel does not do it.
+    """
     # not mmap.mmap: before Python 3.13 it keeps a duplicate of the descriptor for each mapping
     address = _libc.mmap(
         None,
         nbytes,
-        mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.PROT_READ | (mmap.PROT_WRITE if writeable else 0),
         mmap.MAP_PRIVATE | _MAP_NORESERVE,
         fd,
         offset,
@@ -492,7 +539,7 @@ def _map_private(fd: int, offset: int, nbytes: int) -> _Block:
         number = ctypes.get_errno()
         reason = Failure.NO_MEMORY if number == errno.ENOMEM else Failure.OPEN_FAILED
         raise OpenFailed(reason, f"mmap of {nbytes} bytes at {offset}: {os.strerror(number)}")
-    block = _Block(address, nbytes)
+    block = _Block(address, nbytes, writeable)
     weakref.finalize(block, _libc.munmap, address, nbytes).atexit = False
     return block
 

@@ -183,6 +183,10 @@ class FaultyMemory:
             "pin", partial(self.inner.pin, array, prepared), undo=lambda pin: pin.release()
         )
 
+    def protects(self, array: Any) -> bool:
+        """As the inner one; no fault strikes it."""
+        return self.inner.protects(array)
+
     def handle(self, allocation: Allocation) -> Handle:
         """As the inner one."""
         return self._faults.run("handle", partial(self.inner.handle, allocation))

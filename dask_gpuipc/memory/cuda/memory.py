@@ -41,7 +41,13 @@ from dask_gpuipc.memory.cuda.driver import (
     as_refused,
     driver,
 )
-from dask_gpuipc.memory.cuda.mappings import CudaMapping, Loan, array_in, open_mapping
+from dask_gpuipc.memory.cuda.mappings import (
+    BORROWED,
+    CudaMapping,
+    Loan,
+    array_in,
+    open_mapping,
+)
 from dask_gpuipc.memory.cuda.pinned import HostBlocks, HostMapping, HostMaps
 from dask_gpuipc.memory.cuda.proof import CudaProver
 from dask_gpuipc.memory.cuda.ready import CudaPreparation, Ways
@@ -168,6 +174,22 @@ class CudaMemory:
             raise Refused(Refusal.NOT_READY, "nothing was waited for")
         try:
             return prepared.pin(array)
+        except CudaError as error:
+            raise as_refused(error) from error
+
+    def protects(self, array: Any) -> bool:
+        """Never: legacy IPC has no read-only mode."""
+        return False
+
+    def check_exportable(self, array: Any) -> None:
+        """Raise `Refused` if the memory of an array cannot be shared as it is."""
+        if array.data.ptr in BORROWED:
+            raise Refused(Refusal.IMPORTED, "another process lent this memory; share a copy")
+        device = self._devices.get(array.data.device_id)
+        if device is None:
+            raise Refused(Refusal.NOT_EXPORTABLE, "the array lives on no GPU with CUDA IPC")
+        try:
+            self._allocations.pin(device, array).release()
         except CudaError as error:
             raise as_refused(error) from error
 

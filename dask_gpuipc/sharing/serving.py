@@ -1,0 +1,137 @@
+"""The source's side of a visit: a grant, and the bytes where no handle can go.
+
+What goes by handle takes the way of any transfer between two endpoints: the arrays are finished
+first, the source dials the visitor, pins, announces, offers. The visitor's outcome is what a
+worker's OK is to Dask: it settles the transfer, and without it the visitor is asked over the
+channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dask_gpuipc.dtypes import encode_dtype
+from dask_gpuipc.errors import NotPermitted, Refusal, Refused, SharingError, SourceGone
+from dask_gpuipc.sharing.desk import Guest, Outcome, Reply, Verdict, Want
+from dask_gpuipc.sharing.shelf import Claim, Entry
+from dask_gpuipc.wire import MAX_MESSAGE, Advertisement, Descriptor, Layout
+
+if TYPE_CHECKING:
+    from dask_gpuipc.exporter import Exporter, Transfer
+    from dask_gpuipc.sharing.node import Node
+
+
+async def serve(node: Node, guest: Guest) -> None:
+    """Answer one visit. On the node's loop."""
+    want = await guest.receive(Want)
+    try:
+        claim = node.shelf.enter(want.key, (guest.pid, guest.start_time))
+    except (SourceGone, NotPermitted) as error:
+        await guest.send(Reply(_verdict(error), str(error)))
+        return
+    try:
+        if claim.entry.kind == "event":
+            await _serve_event(guest, claim)
+        else:
+            await _serve_array(node, guest, claim)
+    finally:
+        claim.end()
+
+
+def _verdict(error: SharingError) -> Verdict:
+    return Verdict.GONE if isinstance(error, SourceGone) else Verdict.NOT_PERMITTED
+
+
+async def _serve_event(guest: Guest, claim: Claim) -> None:
+    # The driver forbids to destroy an event that others have open: it stays while they do.
+    lease = claim.lease(guest.pid)
+    try:
+        await guest.send(Reply(Verdict.EVENT, ""))
+        await guest.send_bytes(claim.entry.payload)
+        await guest.wait_gone()
+    finally:
+        lease.end()
+
+
+async def _serve_array(node: Node, guest: Guest, claim: Claim) -> None:
+    entry = claim.entry
+    them = await guest.receive(Advertisement)
+    if them.pid != guest.pid or them.start_time != guest.start_time:
+        await guest.send(Reply(Verdict.NOT_PERMITTED, f"process {guest.pid} asks as {them.pid}"))
+        return
+    try:
+        good = await _grant(node, guest, claim, them)
+    except Refused as refused:
+        if not entry.once:
+            await guest.send(Reply(Verdict.REFUSED, str(refused)))
+            return
+        good = False
+    if entry.once:
+        if not good:
+            await _send_bytes(guest, entry)
+        node.shelf.withdraw(entry)
+
+
+async def _grant(node: Node, guest: Guest, claim: Claim, them: Advertisement) -> bool:
+    """Offer a lease and settle it; whether the visitor has the array."""
+    entry = claim.entry
+    endpoint = node.endpoint_of(entry.kind)
+    if endpoint is None:
+        raise Refused(Refusal.STOPPING)
+    # First of all: the bytes that are sent where this is refused must be finished too.
+    prepared = endpoint.memories[0].prepare([entry.obj])
+    if prepared is not None:
+        await prepared.wait()
+    consumer = await endpoint.consumer(them)
+    transfer = endpoint.exporter.begin(consumer, {entry.kind: prepared})
+    try:
+        descriptor = await _export(transfer, claim, guest.pid)
+        await guest.send(Reply(Verdict.GRANTED, ""))
+        await guest.send(descriptor)
+        good = (await guest.receive(Outcome)).good
+    except BaseException:
+        endpoint.exporter.failed(transfer)
+        raise
+    _settle(endpoint.exporter, transfer, good)
+    return good
+
+
+def _settle(exporter: Exporter, transfer: Transfer, good: bool) -> None:
+    if good:
+        exporter.granted(transfer)
+    else:
+        exporter.failed(transfer)
+
+
+async def _export(transfer: Transfer, claim: Claim, pid: int) -> Descriptor:
+    entry = claim.entry
+    lease = claim.lease(pid)
+    try:
+        # In a thread: the first export of a large NumPy array copies it.
+        return await asyncio.to_thread(
+            transfer.export, entry.obj, readonly=entry.readonly, ended=lease.end
+        )
+    except BaseException:
+        lease.end()
+        raise
+
+
+async def _send_bytes(guest: Guest, entry: Entry) -> None:
+    """The last rung: the array itself, through the desk's socket."""
+    array: np.ndarray[Any, Any] = await asyncio.to_thread(_on_host, entry.obj)
+    layout = Layout(0, encode_dtype(array.dtype), array.itemsize, array.shape, array.strides)
+    await guest.send(Reply(Verdict.BYTES, ""))
+    await guest.send(layout)
+    data = memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+    for start in range(0, len(data), MAX_MESSAGE):
+        await guest.send_bytes(data[start : start + MAX_MESSAGE])
+    await guest.receive(Outcome)
+
+
+def _on_host(array: Any) -> np.ndarray[Any, Any]:
+    if not isinstance(array, np.ndarray):
+        array = array.get()
+    return np.ascontiguousarray(array)
