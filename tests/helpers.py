@@ -116,7 +116,8 @@ class Child:
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
         self.process.kill()
-        self.process.join(LIMIT)
+        # Not join, which waits for a pipe that a process forked there would keep open.
+        wait_until(lambda: not self.process.is_alive(), f"the end of process {self.pid}")
 
     def close(self) -> None:
         if self.process.is_alive():

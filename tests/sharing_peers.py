@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,9 +62,9 @@ def session(*children: Child) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def helper_child(directory: str) -> Iterator[Child]:
+def helper_child(directory: str, *, daemon: bool = True) -> Iterator[Child]:
     """One more process, of which a test may make an end."""
-    with child() as c:
+    with child(daemon=daemon) as c:
         c.call(begin, directory)
         yield c
 
@@ -141,6 +143,30 @@ def traffic(which: str) -> dict[str, int]:
 def shelf() -> int:
     node = nodes.current()
     return 0 if node is None else len(node.shelf)
+
+
+# -- forks ----------------------------------------------------------------------------------------
+
+
+def in_a_fork(function, *args):
+    """Call a function in a forked child; its result by a pipe."""
+    mine, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(
+        target=_send_result, args=(theirs, function, args)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it has threads: from 3.12 on
+        process.start()
+    theirs.close()
+    result = mine.recv()
+    process.join()
+    mine.close()
+    process.close()
+    return result
+
+
+def _send_result(pipe, function, args):
+    pipe.send(function(*args))
 
 
 # -- handles --------------------------------------------------------------------------------------

@@ -170,6 +170,25 @@ def test_every_page_is_reached_from_the_map():
     assert {page.resolve() for page in DOCS.rglob("*.md")} <= linked | {DOCS / "index.md"}
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.glob("sharing*.md")), ids=lambda page: page.name)
+def test_code_of_the_pages_on_sharing_runs(page, tmp_path):
+    for number, code in enumerate(paragraphs_of_code(f"docs/{page.name}")):
+        compile(code, page.name, "exec")
+        if "cupy" in code:
+            continue  # needs a GPU; compiled only
+        script = tmp_path / f"snippet{number}.py"
+        script.write_text(code)
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("number", range(len(paragraphs_of_code("README.md"))))
 def test_code_of_the_readme_compiles_and_runs_where_it_needs_no_gpu(number, tmp_path):
     code = paragraphs_of_code("README.md")[number]

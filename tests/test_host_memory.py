@@ -808,3 +808,48 @@ def test_a_fault_can_change_and_hold(memory):
         go.set()
         assert held.result(20).payload == b"?"
         assert faulty.handle(pin.allocation).payload == b""
+
+
+# -- snapshots ------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_of_now_and_pinned_without_a_copy():
+    memory = HostMemory(1 << 20)
+    array = np.arange(5000)
+    snapshot = memory.snapshot(array)
+    array[:] = 0
+    assert snapshot.array.tobytes() == np.arange(5000).tobytes()
+    assert not memory.pin_copies(snapshot.array)
+    pin = memory.pin(snapshot.array, None)
+    assert memory.handle(pin.allocation).fds
+    assert "1 slots" in repr(memory)
+    snapshot.release()
+    assert "1 slots" in repr(memory)
+    pin.release()
+    assert "0 slots" in repr(memory)
+    del snapshot
+    memory.close()
+
+
+def test_a_snapshot_and_a_pin_of_the_same_array_are_apart():
+    memory = HostMemory(1 << 20)
+    array = np.arange(5000)
+    pin = memory.pin(array, None)
+    snapshot = memory.snapshot(array)
+    assert "2 slots" in repr(memory)
+    snapshot.release()
+    again = memory.pin(array, None)
+    again.release()
+    pin.release()
+    assert "0 slots" in repr(memory)
+    del snapshot
+    memory.close()
+
+
+def test_a_memory_is_closed_while_somebody_looks_at_a_snapshot():
+    memory = HostMemory(1 << 20)
+    snapshot = memory.snapshot(np.arange(5000))
+    memory.close()
+    snapshot.release()
+    assert snapshot.array[17] == 17
+    del snapshot

@@ -1,10 +1,14 @@
-"""IPCMemoryHandle between real processes, on host memory: ``a`` is the source, ``b`` and ``c`` open."""
+"""IPCMemoryHandle between real processes, on host memory: ``a`` is the source, others open."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import signal
 import sys
+import threading
+import unittest.mock
 import warnings
 
 import numpy as np
@@ -15,6 +19,9 @@ from helpers import child, wait_until
 import dask_gpuipc
 from dask_gpuipc import sharing
 from dask_gpuipc.errors import HandleClosed, SourceGone
+from dask_gpuipc.sharing import fetching
+from dask_gpuipc.sharing import node as nodes
+from dask_gpuipc.sharing.desk import Reply, Visit, Want
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +47,7 @@ def share(a, b, value=1, name="x"):
     b.call(at.keep, "h", a.call(at.handle_of, name, "h"))
 
 
-# -- open -----------------------------------------------------------------------------------------
+# -- open ----------------------------------------------------------------------------------------
 
 
 def test_another_process_opens_what_was_shared(pair):
@@ -146,7 +153,7 @@ def test_threads_that_open_at_once_open_once(pair):
     assert a.call(at.held) == (1, 0)
 
 
-# -- with, close ----------------------------------------------------------------------------------
+# -- with, close ---------------------------------------------------------------------------------
 
 
 def with_open(handle):
@@ -283,7 +290,7 @@ def test_the_handle_keeps_its_array_alive_in_the_source(pair):
     assert b.call(at.values, "y") == [3]
 
 
-# -- the exporting process --------------------------------------------------------------------------
+# -- the exporting process -------------------------------------------------------------------------
 
 
 def in_the_source():
@@ -316,7 +323,7 @@ def test_only_the_source_knows_the_holders(pair):
     b.call(only_its_source_knows, "h")
 
 
-# -- types ------------------------------------------------------------------------------------------
+# -- types -----------------------------------------------------------------------------------------
 
 
 def subclass_handle(name):
@@ -395,7 +402,7 @@ def test_it_imports_neither_distributed_nor_cupy():
     assert not {"distributed", "cupy", "cuda", "tornado"} & set(modules_loaded())
 
 
-# -- deaths -----------------------------------------------------------------------------------------
+# -- deaths ----------------------------------------------------------------------------------------
 
 
 def test_a_source_that_was_killed_is_gone(pair):
@@ -444,9 +451,72 @@ def test_a_source_killed_while_it_is_asked(pair):
     with at.helper_child(b.call(at.directory)) as a:
         share(a, b, 8)
         a.signal(signal.SIGSTOP)
-        b.start(at.open_, "h", "y")
+        b.call(open_in_thread, "h")
         a.kill()
-        assert b.finish().startswith("SourceGone")
+        assert b.call(finish_open).startswith("SourceGone")
+
+
+def open_in_thread(handle):
+    """Begin to open a handle; return once the source has been asked."""
+    asked = threading.Event()
+
+    class Watched(Visit):
+        def receive_bytes(self):
+            asked.set()
+            return super().receive_bytes()
+
+    def run():
+        with unittest.mock.patch.object(fetching, "Visit", Watched):
+            at.here["said"] = at.open_(handle, "y")
+
+    at.here["thread"] = threading.Thread(target=run)
+    at.here["thread"].start()
+    assert asked.wait(20)
+
+
+def finish_open():
+    at.here.pop("thread").join()
+    return at.here["said"]
+
+
+@contextlib.contextmanager
+def killed_at_the_end(pid):
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_killed_source_with_a_forked_child_alive(pair):
+    _, b = pair
+    with at.helper_child(b.call(at.directory), daemon=False) as a:
+        share(a, b, 8)
+        # It has the listening socket too, in which the visitor will wait.
+        with killed_at_the_end(a.call(fork_holding, "x")):
+            a.signal(signal.SIGSTOP)
+            b.call(open_in_thread, "h")
+            a.kill()
+            assert b.call(finish_open).startswith("SourceGone")
+
+
+def visit_without_an_outcome(handle):
+    ticket = at.here[handle]._ticket
+    visit = at.here["visit"] = Visit(ticket.address, 20)
+    visit.send(Want(ticket.key, ticket.kind))
+    visit.send(nodes.node().endpoint("host").advertisement)
+    return visit.receive(Reply).verdict.value
+
+
+def test_a_visitor_killed_in_mid_visit_with_a_forked_child_alive(pair):
+    a, b = pair
+    with at.helper_child(b.call(at.directory), daemon=False) as c:
+        share(a, c)
+        assert c.call(visit_without_an_outcome, "h") == "granted"
+        with killed_at_the_end(c.call(fork_holding, "h")):
+            assert a.call(wait_closed, "h", 0.0) is False
+            c.kill()
+            assert a.call(wait_closed, "h", 20.0) is True
+            a.until(at.nothing_held)
 
 
 def test_a_stopped_holder_keeps_its_lease(pair):
@@ -463,28 +533,7 @@ def test_a_stopped_holder_keeps_its_lease(pair):
     assert b.call(at.values, "y") == [3]
 
 
-# -- forks ------------------------------------------------------------------------------------------
-
-
-def in_a_fork(function, *args):
-    """Call a function in a forked child; its result by a pipe."""
-    import multiprocessing as mp
-
-    mine, theirs = mp.Pipe(duplex=False)
-    process = mp.get_context("fork").Process(target=_send_result, args=(theirs, function, args))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # it has threads: from 3.12 on
-        process.start()
-    theirs.close()
-    result = mine.recv()
-    process.join()
-    mine.close()
-    process.close()
-    return result
-
-
-def _send_result(pipe, function, args):
-    pipe.send(function(*args))
+# -- forks -----------------------------------------------------------------------------------------
 
 
 def open_value(handle):
@@ -495,7 +544,7 @@ def open_value(handle):
 def test_a_forked_child_opens_its_parents_handle(pair):
     a, b = pair
     share(a, b, 5)
-    assert a.call(in_a_fork, open_value, "h") == (5, (0, 1))
+    assert a.call(at.in_a_fork, open_value, "h") == (5, (0, 1))
     a.until(at.nothing_held)
 
 
@@ -503,31 +552,36 @@ def test_a_forked_child_opens_what_its_parent_had_opened(pair):
     a, b = pair
     share(a, b, 5)
     b.call(at.open_, "h", "y")
-    assert b.call(in_a_fork, open_value, "h")[0] == 5
+    assert b.call(at.in_a_fork, open_value, "h")[0] == 5
     b.call(at.drop, "y", "h")
     a.until(at.nothing_held)
 
 
-def share_and_wait(pipe):
-    pipe.recv()
-    pipe.send(int(np.asarray(at.here["y"]).max()))
-    pipe.recv()
+def tell_and_wait(parents, pipe, name):
+    parents.close()
+    try:
+        pipe.recv()
+        pipe.send(int(np.asarray(at.here[name]).max()))
+        pipe.recv()
+    except EOFError:  # the parent was killed
+        signal.pause()
 
 
-def fork_holding():
+def fork_holding(name):
     import multiprocessing as mp
 
     mine, theirs = mp.Pipe()
-    process = mp.get_context("fork").Process(target=share_and_wait, args=(theirs,))
+    process = mp.get_context("fork").Process(target=tell_and_wait, args=(mine, theirs, name))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     theirs.close()
     at.here["fork"] = (process, mine)
+    return process.pid
 
 
 def ask_fork():
-    process, pipe = at.here["fork"]
+    _, pipe = at.here["fork"]
     pipe.send(None)
     return pipe.recv()
 
@@ -544,7 +598,7 @@ def test_what_a_forked_child_inherited_stays_leased_until_it_ends(pair):
     a, b = pair
     share(a, b, 5)
     b.call(at.open_, "h", "y")
-    b.call(fork_holding)
+    b.call(fork_holding, "y")
     b.call(at.drop, "y", "h")
     a.call(at.drop, "x", "h")
     assert a.call(at.held) == (1, 0)
@@ -557,7 +611,7 @@ def test_what_a_forked_child_inherited_stays_leased_until_it_ends(pair):
     a.until(at.nothing_held)
 
 
-# -- stop -------------------------------------------------------------------------------------------
+# -- stop ------------------------------------------------------------------------------------------
 
 
 def stop_is_refused():

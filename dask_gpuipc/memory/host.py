@@ -116,8 +116,10 @@ class Arena:
 
     def view(self, layout: Layout, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """An array over a slot; for this process, which may not change what peers read."""
+        # NumPy itself does not keep a buffer from being closed, a memoryview does.
+        whole = memoryview(self._map)
         view: np.ndarray[Any, Any] = np.ndarray(
-            layout.shape, dtype, self._map, layout.offset, layout.strides
+            layout.shape, dtype, whole, layout.offset, layout.strides
         )
         view.flags.writeable = layout.writeable  # an attribute of the copy, so of its copies
         return view

@@ -19,7 +19,6 @@ import select
 import shutil
 import socket
 import struct
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from enum import StrEnum
@@ -295,16 +294,14 @@ class Visit:
 
     def receive_bytes(self) -> bytes:
         """The next packet."""
-        deadline = time.monotonic() + self._timeout
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         poll.register(self._pidfd, select.POLLIN)
-        ready = {fd for fd, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000)}
-        if not ready:
+        if not poll.poll(self._timeout * 1000):
             raise self._no_answer()
         data = b""
-        with contextlib.suppress(OSError):  # its end is that of the other side
-            data = self._sock.recv(MAX_MESSAGE)
+        with contextlib.suppress(OSError):  # nothing there: it is the process that has ended
+            data = self._sock.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
         if not data:
             raise SourceGone(f"process {self._address.pid}, which had the memory, went away")
         return data

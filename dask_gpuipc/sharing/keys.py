@@ -161,13 +161,18 @@ def open_key(key: str, timeout: float = TIMEOUT) -> Any:
     """
     with _keys.lock:
         offer = _keys.given.get(key)
-    if offer is not None:
-        return offer.array
-    ticket = _ticket(key)
-    array = fetch(ticket, timeout)
+        if offer is not None:
+            return offer.array
+        if key in _keys.opened:
+            return _count_open(key, _keys.opened[key][0])
+    array = fetch(_ticket(key), timeout)
     with _keys.lock:
-        _, uses = _keys.opened.get(key, (None, 0))
-        _keys.opened[key] = (array, uses + 1)
+        return _count_open(key, array)
+
+
+def _count_open(key: str, array: Any) -> Any:
+    _, uses = _keys.opened.get(key, (None, 0))
+    _keys.opened[key] = (array, uses + 1)
     return array
 
 

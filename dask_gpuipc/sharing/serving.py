@@ -27,16 +27,20 @@ if TYPE_CHECKING:
 async def serve(node: Node, guest: Guest) -> None:
     """Answer one visit. On the node's loop."""
     want = await guest.receive(Want)
+    # Whatever the answer: a socket that is closed with something unread in it loses what was sent.
+    them = None if want.kind == "event" else await guest.receive(Advertisement)
     try:
         claim = node.shelf.enter(want.key, (guest.pid, guest.start_time))
     except (SourceGone, NotPermitted) as error:
         await guest.send(Reply(_verdict(error), str(error)))
         return
     try:
-        if claim.entry.kind == "event":
+        if claim.entry.kind != want.kind:
+            await guest.send(Reply(Verdict.GONE, f"that is no {want.kind} but {claim.entry.kind}"))
+        elif them is None:
             await _serve_event(guest, claim)
         else:
-            await _serve_array(node, guest, claim)
+            await _serve_array(node, guest, claim, them)
     finally:
         claim.end()
 
@@ -56,9 +60,8 @@ async def _serve_event(guest: Guest, claim: Claim) -> None:
         lease.end()
 
 
-async def _serve_array(node: Node, guest: Guest, claim: Claim) -> None:
+async def _serve_array(node: Node, guest: Guest, claim: Claim, them: Advertisement) -> None:
     entry = claim.entry
-    them = await guest.receive(Advertisement)
     if them.pid != guest.pid or them.start_time != guest.start_time:
         await guest.send(Reply(Verdict.NOT_PERMITTED, f"process {guest.pid} asks as {them.pid}"))
         return
