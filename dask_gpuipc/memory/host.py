@@ -116,8 +116,8 @@ class Arena:
 
     def view(self, layout: Layout, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """An array over a slot; for this process, which may not change what peers read."""
-        # NumPy itself does not keep a buffer from being closed, a memoryview does.
-        whole = memoryview(self._map)
+        # As an argument of ndarray, the map could be closed below the view: this holds it open.
+        whole = np.frombuffer(self._map, np.uint8)
         view: np.ndarray[Any, Any] = np.ndarray(
             layout.shape, dtype, whole, layout.offset, layout.strides
         )

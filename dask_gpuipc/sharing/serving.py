@@ -9,19 +9,26 @@ channel.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from dask_gpuipc.dtypes import encode_dtype
 from dask_gpuipc.errors import NotPermitted, Refusal, Refused, SharingError, SourceGone
+from dask_gpuipc.memory.base import Rung
 from dask_gpuipc.sharing.desk import Guest, Outcome, Reply, Verdict, Want
 from dask_gpuipc.sharing.shelf import Claim, Entry
 from dask_gpuipc.wire import MAX_MESSAGE, Advertisement, Descriptor, Layout
 
 if TYPE_CHECKING:
-    from dask_gpuipc.exporter import Exporter, Transfer
+    from dask_gpuipc.exporter import Consumer, Exporter, Transfer
+    from dask_gpuipc.memory.base import Preparation
     from dask_gpuipc.sharing.node import Node
+
+PROOF: Final = 5.0
+"""Seconds that a visitor has to prove that it can read another GPU's memory."""
+GLANCE: Final = 0.01
+"""Seconds between two looks at whether it did."""
 
 
 async def serve(node: Node, guest: Guest) -> None:
@@ -74,7 +81,7 @@ async def _serve_array(node: Node, guest: Guest, claim: Claim, them: Advertiseme
         good = False
     if entry.once:
         if not good:
-            await _send_bytes(guest, entry)
+            await _send_bytes(node, guest, entry)
         node.shelf.withdraw(entry)
 
 
@@ -84,12 +91,9 @@ async def _grant(node: Node, guest: Guest, claim: Claim, them: Advertisement) ->
     endpoint = node.endpoint_of(entry.kind)
     if endpoint is None:
         raise Refused(Refusal.STOPPING)
-    # First of all: the bytes that are sent where this is refused must be finished too.
-    prepared = endpoint.memories[0].prepare([entry.obj])
-    if prepared is not None:
-        await prepared.wait()
     consumer = await endpoint.consumer(them)
-    transfer = endpoint.exporter.begin(consumer, {entry.kind: prepared})
+    prepared = await _prepare(endpoint.exporter, consumer, entry)
+    transfer = endpoint.exporter.begin(consumer, prepared)
     try:
         descriptor = await _export(transfer, claim, guest.pid)
         await guest.send(Reply(Verdict.GRANTED, ""))
@@ -109,21 +113,54 @@ def _settle(exporter: Exporter, transfer: Transfer, good: bool) -> None:
         exporter.failed(transfer)
 
 
+async def _prepare(exporter: Exporter, consumer: Consumer, entry: Entry) -> dict[str, Preparation]:
+    """Wait until an array is finished; for a handle also until its way is known.
+
+    Whether the visitor opens memory of another GPU than its first is found out while the first
+    array from there goes by another way. A handle has no other way, so here that is waited for.
+    """
+    prepared = exporter.prepare(consumer, [entry.obj])
+    for preparation in prepared.values():
+        await preparation.wait()
+    unproven = {device for p in prepared.values() for device in p.unproven}
+    if entry.once or not unproven:
+        return prepared
+    for _ in range(int(PROOF / GLANCE)):
+        if unproven <= consumer.opens:
+            break
+        await asyncio.sleep(GLANCE)
+    prepared = exporter.prepare(consumer, [entry.obj])
+    for preparation in prepared.values():
+        await preparation.wait()
+    return prepared
+
+
 async def _export(transfer: Transfer, claim: Claim, pid: int) -> Descriptor:
     entry = claim.entry
     lease = claim.lease(pid)
     try:
         # In a thread: the first export of a large NumPy array copies it.
-        return await asyncio.to_thread(
+        descriptor = await asyncio.to_thread(
             transfer.export, entry.obj, readonly=entry.readonly, ended=lease.end
         )
+        if not entry.once and descriptor.rung != Rung.SHARE:
+            raise Refused(
+                Refusal.OTHER_DEVICE,
+                f"a handle stands for the memory itself; to there it would be a copy "
+                f"({descriptor.rung})",
+            )
+        return descriptor
     except BaseException:
         lease.end()
         raise
 
 
-async def _send_bytes(guest: Guest, entry: Entry) -> None:
+async def _send_bytes(node: Node, guest: Guest, entry: Entry) -> None:
     """The last rung: the array itself, through the desk's socket."""
+    endpoint = node.endpoint_of(entry.kind)
+    finished = endpoint and endpoint.memories[0].prepare([entry.obj])
+    if finished:
+        await finished.wait()
     array: np.ndarray[Any, Any] = await asyncio.to_thread(_on_host, entry.obj)
     layout = Layout(0, encode_dtype(array.dtype), array.itemsize, array.shape, array.strides)
     await guest.send(Reply(Verdict.BYTES, ""))
