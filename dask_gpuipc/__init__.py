@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from dask_gpuipc import sharing
-    from dask_gpuipc.reports import collect, statistics
+    from dask_gpuipc.reports import collect, report, statistics
     from dask_gpuipc.sharing import IPCMemoryHandle, get_ipc_handle
     from dask_gpuipc.worker_plugin import GPUIPCPlugin, dask_setup
 
@@ -28,6 +28,7 @@ __all__ = [
     "collect",
     "dask_setup",
     "get_ipc_handle",
+    "report",
     "sharing",
     "statistics",
 ]
@@ -37,6 +38,7 @@ _HOMES: Final = {
     "dask_setup": "worker_plugin",
     "statistics": "reports",
     "collect": "reports",
+    "report": "reports",
     "IPCMemoryHandle": "sharing",
     "get_ipc_handle": "sharing",
 }

@@ -6,11 +6,16 @@ imported at its top.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 
 @click.group()
@@ -79,6 +84,56 @@ def demo(
         raise click.ClickException(str(error)) from error
     click.echo(outcome.to_json() if as_json else as_table(outcome))
     _exit(equal=outcome.equal)
+
+
+@gpuipc.command()
+@click.option(
+    "--scheduler",
+    metavar="ADDRESS",
+    help="Of the running cluster, such as tcp://10.0.0.1:8786.  [default: Dask's configuration]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@click.option(
+    "--measure/--no-measure",
+    default=True,
+    help="Move two chunks between two workers as bytes, to estimate the time saved.",
+)
+def report(scheduler: str | None, as_json: bool, measure: bool) -> None:
+    """Show what the workers of a running cluster sent each other by handle.
+
+    Bytes by rung between each pair of workers, why something went as bytes, what is held, and the
+    time that it saved. If some worker shares nothing, the exit code is 1.
+    """
+    import json
+
+    from dask_gpuipc.reports import report as make
+    from dask_gpuipc.reports.text import show
+    from dask_gpuipc.terminal import screen
+
+    with _connected(scheduler) as client:
+        made = make(client, measure=measure)
+    if as_json:
+        click.echo(json.dumps(made.to_dict(), indent=2))
+    else:
+        show(made, screen())
+    sys.exit(0 if made.workers and all(worker.enabled for worker in made.workers) else 1)
+
+
+@contextlib.contextmanager
+def _connected(scheduler: str | None) -> Iterator[Client]:
+    """A client of a running cluster; what does not connect is the user's to see, shortly."""
+    import dask
+    from distributed import Client
+
+    address = scheduler or dask.config.get("scheduler-address", None)
+    if address is None:
+        raise click.UsageError("name the cluster: --scheduler tcp://HOST:PORT")
+    try:
+        client = Client(address, set_as_default=False)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"no scheduler at {address}: {error}") from error
+    with client:
+        yield client
 
 
 def _progress(text: str) -> None:

@@ -19,8 +19,22 @@ MAX_PEERS: Final = 256
 OTHERS: Final = ""
 """In place of an address: those, clients, and whoever did not say who it is."""
 
-arrivals: ContextVar[Counter[str] | None] = ContextVar("gpuipc_arrivals", default=None)
-"""Bytes that arrived by handle, by memory, while somebody measures; see `Statistics.measured`."""
+Arrivals = Counter[tuple[str, str]]
+"""Bytes that arrived by handle, by memory and rung."""
+
+arrivals: ContextVar[Arrivals | None] = ContextVar("gpuipc_arrivals", default=None)
+"""Set while somebody measures; see `collecting_arrivals`."""
+
+
+@contextlib.contextmanager
+def collecting_arrivals() -> Iterator[Arrivals]:
+    """Within, what arrives by handle is noted. Threads that Dask deserializes on count too."""
+    found: Arrivals = Counter()
+    token = arrivals.set(found)
+    try:
+        yield found
+    finally:
+        arrivals.reset(token)
 
 
 T = TypeVar("T", "Traffic", "Timing")
@@ -122,27 +136,22 @@ class Statistics:
             _add(self._received, rung, Traffic(1, nbytes))
             arrived = arrivals.get()
             if arrived is not None:
-                arrived[memory] += nbytes
+                arrived[memory, rung] += nbytes
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
         """Count what is within as one transfer, if chunks arrive by handle in it.
 
-        The time goes to the memory that most bytes were of. Threads that Dask deserializes on count
-        too: they have the context.
+        The time goes to the memory that most bytes were of.
         """
-        arrived: Counter[str] = Counter()
-        token = arrivals.set(arrived)
         begin = time.perf_counter()
-        try:
+        with collecting_arrivals() as arrived:
             yield
-        finally:
-            seconds = time.perf_counter() - begin
-            arrivals.reset(token)
-            if arrived:
-                memory = arrived.most_common(1)[0][0]
-                with self._lock:
-                    _add(self._timings, memory, Timing(1, arrived.total(), seconds))
+        if arrived:
+            (memory, _), _ = arrived.most_common(1)[0]
+            timing = Timing(1, arrived.total(), time.perf_counter() - begin)
+            with self._lock:
+                _add(self._timings, memory, timing)
 
     def refused(self, reason: Refusal, detail: str = "", error: Exception | None = None) -> None:
         """One array, or one request, was declined; the log is told of a cause once."""

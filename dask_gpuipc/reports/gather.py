@@ -56,7 +56,7 @@ def statistics(client: Client) -> dict[str, dict[str, Any]]:
 
 async def _statistics(client: Client) -> dict[str, dict[str, Any]]:
     # by keyword: distributed passes the worker to this name
-    return await client.run(_worker_statistics)  # type: ignore[no-any-return]
+    return await client.run(worker_statistics)  # type: ignore[no-any-return]
 
 
 def collect(client: Client) -> Any:
@@ -77,7 +77,8 @@ def _plugin(worker: Worker) -> GPUIPCPlugin | None:
     return plugin if isinstance(plugin, GPUIPCPlugin) else None
 
 
-async def _worker_statistics(dask_worker: Worker) -> dict[str, Any]:
+async def worker_statistics(dask_worker: Worker) -> dict[str, Any]:
+    """The numbers of one worker; runs there."""
     plugin = _plugin(dask_worker)
     if plugin is None:
         return Snapshot(state="disabled: not registered", memories=[]).to_dict()
