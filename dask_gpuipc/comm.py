@@ -30,7 +30,7 @@ from distributed.worker_state_machine import (
 )
 
 from dask_gpuipc.endpoint import Endpoint
-from dask_gpuipc.errors import Refusal, Refused, WireError
+from dask_gpuipc.errors import Failure, OpenFailed, Refusal, Refused, WireError
 from dask_gpuipc.exporter import Consumer, Transfer, current_transfer
 from dask_gpuipc.importer import collecting_failures
 from dask_gpuipc.memory.base import Preparation
@@ -47,6 +47,8 @@ PLAIN: Final = ["dask", "pickle", "error"]
 """Serializers that a request names to be sent bytes."""
 SCHEMES: Final = frozenset({"tcp", "tls", "ws", "wss"})
 """Comms that serialize, and whose reader takes any family (ucx names its own)."""
+_RECOVERABLE: Final = (GatherDepSuccessEvent, GatherDepNetworkFailureEvent)
+"""What an answer in which a handle failed ends as: read to its end, or given up."""
 MAX_LEAVES: Final = 10_000
 """Objects looked at, in one answer, in search of arrays that must be finished."""
 
@@ -142,11 +144,15 @@ class Hooks:
         exporter = self._endpoint.exporter
         try:
             consumer = await self._endpoint.consumer(self._advertised(comm))
+            consumer.channel.drain()  # its last releases and denials
+            return exporter.begin(consumer, await self._prepare(consumer, keys), to=to)
         except Refused as refused:
             self._endpoint.stats.notices.tell(refused.reason, refused.detail)
             return exporter.begin(None, reason=refused.reason, to=to)
-        consumer.channel.drain()  # its last releases and denials
-        return exporter.begin(consumer, await self._prepare(consumer, keys), to=to)
+        except Exception as error:  # noqa: BLE001 -- the log is told, with the traceback
+            # An error for an answer would leave the requester's tasks pending for ever.
+            self._endpoint.stats.notices.tell(Refusal.ERROR, repr(error), error)
+            return exporter.begin(None, reason=Refusal.ERROR, to=to)
 
     def _advertised(self, comm: Any) -> Advertisement:
         data = (comm.remote_info or {}).get(KEY)
@@ -185,14 +191,21 @@ class Hooks:
         ) -> StateMachineEvent:
             with collecting_failures() as failed, self._endpoint.stats.measured():
                 event = await original(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
-            if failed and isinstance(event, GatherDepSuccessEvent):
-                logger.info("Asking %s again, as bytes: %s", worker, failed[0])
-                # nothing of the first answer is kept: its arrays are released
-                del event
-                return await self._gather_bytes(worker, to_gather, total_nbytes)
-            return event
+            if not failed or not isinstance(event, _RECOVERABLE):
+                return event
+            self._count(failed)
+            logger.info("Asking %s again, as bytes: %s", worker, failed[0])
+            # nothing of the first answer is kept: its arrays are released
+            del event
+            return await self._gather_bytes(worker, to_gather, total_nbytes)
 
         return gather_dep
+
+    def _count(self, failed: Iterable[OpenFailed]) -> None:
+        """Count the failures that no importer saw, and so did not count."""
+        for failure in failed:
+            if failure.reason in (Failure.UNREADABLE, Failure.UNKNOWN_CONSUMER):
+                self._endpoint.stats.failed(failure.reason, failure.detail)
 
     async def _gather_bytes(
         self, worker: str, to_gather: Collection[Any], total_nbytes: int

@@ -71,6 +71,8 @@ class Refusal(StrEnum):
 class Failure(StrEnum):
     """Why a consumer could not import a descriptor. Travels in a nack."""
 
+    UNREADABLE = "unreadable"
+    """Not a descriptor of this wire version. It names no lease, so there is no nack."""
     MALFORMED = "malformed"
     UNKNOWN_CONSUMER = "unknown_consumer"
     UNKNOWN_PEER = "unknown_peer"

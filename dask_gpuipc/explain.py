@@ -102,7 +102,10 @@ REFUSALS: Final[Mapping[Refusal, Explanation]] = {
         warns=True,
     ),
     Refusal.DENIED: Explanation(
-        "this allocation failed to open on that worker before", "look at `failed` there", warns=True
+        "this allocation failed to open on that worker before: several times just now, or for a "
+        "reason that stays",
+        "look at `failed` there",
+        warns=True,
     ),
     Refusal.BUDGET: Explanation(
         "`gpuipc.pinned-limit` is reached",
@@ -147,10 +150,14 @@ REFUSALS: Final[Mapping[Refusal, Explanation]] = {
 """Counted by the producer: why something went as bytes."""
 
 FAILURES: Final[Mapping[Failure, Explanation]] = {
-    Failure.MALFORMED: Explanation(
-        "the descriptor is not one, or not of this wire version",
+    Failure.UNREADABLE: Explanation(
+        "what came is no descriptor, or not of this wire version; Dask logs an error too, since "
+        "the connection is given up",
         "install one version everywhere; else report it",
         warns=True,
+    ),
+    Failure.MALFORMED: Explanation(
+        "the descriptor describes no array that there could be", "report it", warns=True
     ),
     Failure.UNKNOWN_CONSUMER: Explanation(
         "it names an endpoint that is not in this process: the plugin was registered again or "
@@ -174,7 +181,7 @@ FAILURES: Final[Mapping[Failure, Explanation]] = {
     ),
     Failure.BUSY: Explanation(
         "the allocation lies where an earlier one lay, whose mapping is not closed yet; it is "
-        "asked for again, and given up after three times",
+        "announced again, and goes as bytes for a while after three times",
         "nothing; often: keep the pool from giving memory back (`free_all_blocks`)",
     ),
     Failure.OPEN_FAILED: Explanation(

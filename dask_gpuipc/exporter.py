@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -53,9 +55,11 @@ current_transfer: ContextVar[Transfer | None] = ContextVar("gpuipc_transfer", de
 Place = tuple[str, int, int]
 """Memory, allocation, generation."""
 
-MAX_BUSY: Final = 3
-"""Failures of one allocation because its address is still open, until it is denied."""
-# What one failed open says about the next: the handle is bad, or it was bad luck.
+MAX_FAILURES: Final = 3
+"""Failures of one allocation by bad luck, after which it is denied for a while."""
+DENIED: Final = 10.0
+"""Seconds that bad luck is remembered for."""
+# What one failed open says about the next: the handle is bad. All else is bad luck.
 _DENYING = (Failure.STALE, Failure.OPEN_FAILED, Failure.OUT_OF_BOUNDS, Failure.ERROR)
 
 
@@ -68,7 +72,8 @@ class Consumer:
         self.channel = channel
         self.lock = threading.Lock()
         self.announced: set[Place] = set()
-        self.denied: set[Place] = set()
+        self.denied: dict[Place, float] = {}
+        """Allocations that failed to open there, and until when they go as bytes."""
         self.failures: Counter[Place] = Counter()
         self.unconfirmed: set[int] = set()
         """Leases that its list of what it holds has not named yet."""
@@ -147,9 +152,11 @@ class Exporter:
         min_bytes: Mapping[str, int],
         transfer: str = "auto",
         pinned_limits: Mapping[str, int | None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.peer = peer
         self.stopping = False
+        self._clock = clock
         self._memories = {m.kind: m for m in memories}
         self._stats = stats
         self._min_bytes = min_bytes
@@ -286,10 +293,18 @@ class Exporter:
             consumer.left |= left
             if evicted is not None:
                 consumer.announced.discard(evicted)
-                if failure is Failure.BUSY:
-                    consumer.failures[evicted] += 1
-                if failure in _DENYING or consumer.failures[evicted] >= MAX_BUSY:
-                    consumer.denied.add(evicted)
+                if failure is not None:
+                    self._deny(consumer, evicted, failure)
+
+    def _deny(self, consumer: Consumer, place: Place, failure: Failure) -> None:
+        # Bad luck too must end some time: whoever asks for handles again and again, as
+        # Scheduler.replicate does, would do so for ever.
+        consumer.failures[place] += 1
+        if failure in _DENYING:
+            consumer.denied[place] = math.inf
+        elif consumer.failures[place] >= MAX_FAILURES:
+            del consumer.failures[place]
+            consumer.denied.setdefault(place, self._clock() + DENIED)
 
     def withdraw(self, kind: str, allocation: int, generation: int) -> None:
         """An allocation is gone: let every peer that knows of it forget it."""
@@ -298,7 +313,7 @@ class Exporter:
             with consumer.lock:
                 known = place in consumer.announced
                 consumer.announced.discard(place)
-                consumer.denied.discard(place)
+                consumer.denied.pop(place, None)
                 consumer.failures.pop(place, None)
             if known:
                 consumer.channel.post(Withdraw(*place))
@@ -517,8 +532,9 @@ class Exporter:
             raise Refused(Refusal.OTHER_DEVICE, allocation.device)
         place = (memory.kind, allocation.id, allocation.generation)
         with consumer.lock:
-            if place in consumer.denied:
+            if consumer.denied.get(place, 0.0) > self._clock():
                 raise Refused(Refusal.DENIED, f"{memory.kind} allocation {allocation.id}")
+            consumer.denied.pop(place, None)
             if place in consumer.announced:
                 return
             handle = memory.handle(allocation)

@@ -395,11 +395,11 @@ class Importer:
         try:
             mapping = self._opened(memory, entry)
             imported = memory.load(mapping, descriptor.layout, Rung(descriptor.rung))
+            self._watch(producer, descriptor, imported)
         except BaseException:
             entry.withdrawn |= entry.mapping is None  # announced again, it is taken in anew
             self._give_back(producer, [descriptor.lease])
             raise
-        self._watch(producer, descriptor, imported)
         self._stats.received(imported.rung.value, descriptor.layout.nbytes, memory.kind)
         return imported.array
 

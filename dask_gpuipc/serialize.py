@@ -38,8 +38,9 @@ def dumps(x: Any) -> tuple[dict[str, Any], list[bytes]]:
 def loads(header: dict[str, Any], frames: list[Any]) -> Any:
     """The array that a header describes.
 
-    Where somebody collects failures (`importer.collecting_failures`), a failed load is noted there
-    and gives None, so that the connection stays usable and the rest of the message is read.
+    Where somebody collects failures (`importer.collecting_failures`), a failed load is noted there.
+    It gives None if the producer has been told, so that the connection stays usable and the rest of
+    the message is read.
 
     Raises
     ------
@@ -56,17 +57,23 @@ def loads(header: dict[str, Any], frames: list[Any]) -> Any:
         # Not the error itself: its traceback holds the frames that read this message, and with them
         # the arrays that were loaded before.
         noted.append(OpenFailed(failed.reason, failed.detail))
+        if failed.reason in _UNTOLD:
+            raise
         return None
+
+
+_UNTOLD: Final = (Failure.UNREADABLE, Failure.UNKNOWN_PEER)
+"""The producer hears nothing of these until the connection fails, and it asks."""
 
 
 def _descriptor(header: dict[str, Any]) -> Descriptor:
     data = header.get("descriptor")
     if not isinstance(data, bytes):
-        raise OpenFailed(Failure.MALFORMED, f"no descriptor in a header of {sorted(header)}")
+        raise OpenFailed(Failure.UNREADABLE, f"no descriptor in a header of {sorted(header)}")
     try:
         return decode(Descriptor, data)
     except WireError as error:
-        raise OpenFailed(Failure.MALFORMED, str(error)) from error
+        raise OpenFailed(Failure.UNREADABLE, str(error)) from error
 
 
 def register() -> None:

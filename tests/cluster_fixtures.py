@@ -3,17 +3,23 @@
 ``cluster`` is one LocalCluster of three worker processes for a whole module. ``client`` is plain
 Dask on it. ``shared`` registers the plugin for one test; afterwards all leases must end by
 themselves, and once the plugin is unregistered no worker process may hold a descriptor, a mapping
-or a folder of it.
+or a folder of it. ``faulty`` registers a plugin whose parts fail as told, and checks the same.
+``errors`` tells what the workers logged as errors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import glob
+import logging
 import os
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import dask
@@ -23,6 +29,9 @@ from distributed import Client, LocalCluster, Worker, wait
 
 import dask_gpuipc
 from dask_gpuipc import GPUIPCPlugin
+from dask_gpuipc.config import Settings
+from dask_gpuipc.memory.base import Memory
+from dask_gpuipc.testing import Fault, FaultyMemory, faulty_channels
 
 LARGE = 1 << 17
 """Elements of an int64 array of 1 MiB, well above min-bytes."""
@@ -173,3 +182,120 @@ def move(client: Client, source: Any, to: str, function: Any = None, *args: Any)
 
 def identity(x: Any) -> Any:
     return x
+
+
+# -- things that go wrong in workers --------------------------------------------------------------
+
+
+class FaultyPlugin(GPUIPCPlugin):
+    """The plugin with memories and channels that fail as told; each worker counts for itself.
+
+    ``settings`` are those of the memories; they are changed after everything else.
+    """
+
+    def __init__(self, memory: Any = (), channel: Any = (), settings: Any = None) -> None:
+        super().__init__()
+        self.faults: tuple[Any, ...] = (memory, channel, settings or {})
+        self._stack = contextlib.ExitStack()
+
+    def __reduce__(self) -> Any:
+        return FaultyPlugin, self.faults
+
+    def make_memories(self, settings: Settings) -> list[Memory]:
+        made = super().make_memories(replace(settings, **self.faults[2]))
+        return [FaultyMemory(m, *self.faults[0]) for m in made]
+
+    async def setup(self, worker: Worker) -> None:
+        self._stack.enter_context(faulty_channels(*self.faults[1]))
+        await super().setup(worker)
+
+    async def teardown(self, worker: Worker) -> None:
+        await super().teardown(worker)
+        self._stack.close()
+
+
+@pytest.fixture
+def faulty(client: Client) -> Iterator[Callable[..., Client]]:
+    """Registers a `FaultyPlugin` made of its arguments; afterwards nothing may be left."""
+
+    def register(*memory: Fault, channel: Any = (), settings: Any = None) -> Client:
+        client.register_worker_plugin(FaultyPlugin(memory, channel, settings))
+        states = {s["state"] for s in dask_gpuipc.statistics(client).values()}
+        assert states == {"enabled"}, states
+        return client
+
+    yield register
+    open_gates(client)
+    check_nothing_left(client)
+
+
+def calls(client: Client, worker: str, name: str) -> int:
+    """How often a method of a `FaultyPlugin`'s first memory was called on a worker."""
+    return client.run(_calls, name, workers=[worker])[worker]
+
+
+def _calls(name: str, dask_worker: Worker) -> int:
+    return dask_worker.plugins["gpuipc"].endpoint.memories[0].calls[name]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a `Fault` holds a call with: an event of the process that it is used in, by its name."""
+
+    name: str
+
+    def wait(self, timeout: float) -> bool:
+        return _gates[self.name].wait(timeout)
+
+
+_gates: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+
+
+def open_gates(client: Client) -> None:
+    """Let go of everything that is held, on all workers; the gates are closed again behind it."""
+    client.run(_let_go)
+
+
+def _let_go() -> None:
+    for gate in [*_gates.values()]:
+        gate.set()
+    _gates.clear()
+
+
+class _Listener(logging.Handler):
+    """Keeps the errors that a worker logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(f"{record.name}: {self.format(record)}")
+
+
+_LOGGERS = ("", "distributed")  # the second does not propagate
+_listeners: list[_Listener] = []
+
+
+def _listen() -> None:
+    _listeners.append(_Listener())
+    for name in _LOGGERS:
+        logging.getLogger(name).addHandler(_listeners[-1])
+
+
+def _heard() -> list[str]:
+    return _listeners[-1].texts
+
+
+def _stop_listening() -> None:
+    listener = _listeners.pop()
+    for name in _LOGGERS:
+        logging.getLogger(name).removeHandler(listener)
+
+
+@pytest.fixture
+def errors(client: Client) -> Iterator[Callable[[], list[str]]]:
+    """What the workers have logged as errors since the test began."""
+    client.run(_listen)
+    yield lambda: [text for texts in client.run(_heard).values() for text in texts]
+    client.run(_stop_listening)

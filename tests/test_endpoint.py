@@ -530,9 +530,9 @@ def test_another_endpoints_descriptor_is_refused(pair):
     header = {"descriptor": encode(replace(DESCRIPTOR, consumer="somebody else"))}
     for bad, reason in (
         (header, Failure.UNKNOWN_CONSUMER),
-        ({}, Failure.MALFORMED),
-        ({"descriptor": b"nonsense"}, Failure.MALFORMED),
-        ({"descriptor": "text"}, Failure.MALFORMED),
+        ({}, Failure.UNREADABLE),
+        ({"descriptor": b"nonsense"}, Failure.UNREADABLE),
+        ({"descriptor": "text"}, Failure.UNREADABLE),
     ):
         with pytest.raises(OSError, match=reason.value):
             loads(bad, [])
