@@ -7,6 +7,7 @@ import os
 
 from dask_gpuipc.errors import MemoryUnavailable
 
+PAGE = os.sysconf("SC_PAGESIZE")
 NAMESPACES = ("ipc", "mnt", "pid", "user")
 """Those that must be equal: handles, sockets and pids mean the same only inside them."""
 
@@ -79,5 +80,8 @@ def open_pidfd(pid: int, started: int) -> int:
 
 def rss() -> int:
     """Resident bytes of this process, as Dask's memory monitor counts them."""
-    with open("/proc/self/statm", "rb") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    statm = os.open("/proc/self/statm", os.O_RDONLY)  # half the time of a file object: see callers
+    try:
+        return int(os.read(statm, 128).split()[1]) * PAGE
+    finally:
+        os.close(statm)

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import functools
 import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
-from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Final, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgpack
 
@@ -308,8 +309,13 @@ def decode_message(data: bytes) -> Message:
 
 
 def _plain(record: object) -> list[Any]:
-    values = (getattr(record, f.name) for f in fields(record))  # type: ignore[arg-type]
-    return [_plain(v) if is_dataclass(v) else v for v in values]
+    values = [getattr(record, name) for name in _names(type(record))]  # type: ignore[arg-type]
+    return [_plain(v) if type(v) is Layout else v for v in values]
+
+
+@functools.cache
+def _names(cls: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(cls))
 
 
 def _unpack(data: bytes) -> list[Any]:
@@ -333,43 +339,71 @@ def _unpack(data: bytes) -> list[Any]:
     return values
 
 
+# A record is read and written several times in each transfer, mostly with cold caches: what is
+# known of a class is worked out once, into functions that take (where, value).
+
+Read = Callable[[str, Any], Any]
+
+
 @functools.cache
-def _hints(cls: type) -> tuple[tuple[str, Any], ...]:
+def _readers(cls: type) -> tuple[tuple[str, Read], ...]:
     hints = get_type_hints(cls)
-    return tuple((f.name, hints[f.name]) for f in fields(cls))
+    return tuple((f"{cls.__name__}.{f.name}", _reader(hints[f.name])) for f in fields(cls))
 
 
 def _build(cls: type[T], values: list[Any]) -> T:
-    hints = _hints(cls)  # type: ignore[arg-type]
-    if len(values) != len(hints):
-        raise WireError(f"{cls.__name__} has {len(hints)} fields; got {len(values)}")
-    return cls(
-        *(
-            _checked(f"{cls.__name__}.{name}", hint, v)
-            for (name, hint), v in zip(hints, values, strict=True)
-        )
-    )
+    readers = _readers(cls)  # type: ignore[arg-type]
+    if len(values) != len(readers):
+        raise WireError(f"{cls.__name__} has {len(readers)} fields; got {len(values)}")
+    return cls(*[read(where, v) for (where, read), v in zip(readers, values, strict=True)])
 
 
-def _checked(where: str, hint: Any, value: Any) -> Any:
+def _reader(hint: Any) -> Read:
     if get_origin(hint) is tuple:
-        if not isinstance(value, list):
-            raise WireError(f"{where} must be a list; got {type(value).__name__}")
-        item = get_args(hint)[0]
-        return tuple(_checked(where, item, v) for v in value)
+        return functools.partial(_read_tuple, _reader(get_args(hint)[0]))
     if is_dataclass(hint):
-        if not isinstance(value, list):
-            raise WireError(f"{where} must be a list; got {type(value).__name__}")
-        return _build(hint, value)  # type: ignore[arg-type]
-    if issubclass(hint, StrEnum) and type(value) is str:
-        try:
-            return hint(value)
-        except ValueError as error:
-            raise WireError(f"{where}: {error}") from error
-    if type(value) is not hint:
-        raise WireError(f"{where} must be {hint.__name__}; got {type(value).__name__}")
-    if hint is int and not -MAX_INT <= value <= MAX_INT:
+        return functools.partial(_read_record, cast(type, hint))
+    if issubclass(hint, StrEnum):
+        return functools.partial(_read_enum, hint)
+    if hint is int:
+        return _read_int
+    return functools.partial(_read_plain, hint)
+
+
+def _read_tuple(read: Read, where: str, value: Any) -> Any:
+    _check_type(where, list, value)
+    return tuple([read(where, v) for v in value])
+
+
+def _read_record(cls: type[Any], where: str, value: Any) -> Any:
+    _check_type(where, list, value)
+    return _build(cls, value)
+
+
+def _read_enum(enum: type[StrEnum], where: str, value: Any) -> Any:
+    _check_type(where, str, value)
+    try:
+        return enum(value)
+    except ValueError as error:
+        raise WireError(f"{where}: {error}") from error
+
+
+def _read_int(where: str, value: Any) -> Any:
+    if type(value) is not int:
+        _check_type(where, int, value)
+    if not -MAX_INT <= value <= MAX_INT:
         raise WireError(f"{where} is {value}; integers have 64 bits")
-    if hint in (str, bytes) and len(value) > MAX_TEXT:
+    return value
+
+
+def _read_plain(kind: type, where: str, value: Any) -> Any:
+    if type(value) is not kind:
+        _check_type(where, kind, value)
+    if kind is not bool and len(value) > MAX_TEXT:
         raise WireError(f"{where} has length {len(value)}; at most {MAX_TEXT}")
     return value
+
+
+def _check_type(where: str, kind: type, value: Any) -> None:
+    if type(value) is not kind:
+        raise WireError(f"{where} must be {kind.__name__}; got {type(value).__name__}")
