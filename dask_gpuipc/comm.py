@@ -1,6 +1,6 @@
 """The Dask side: advertise as a consumer, inject handles as a producer, ask again as bytes.
 
-Three hooks into one worker, each put in place by `Hooks.install` and undone by `Hooks.remove`:
+Four hooks into one worker, each put in place by `Hooks.install` and undone by `Hooks.remove`:
 
 - ``worker.rpc.connection_args`` is *replaced* by one whose ``handshake_overrides`` carry the
   advertisement (the scheduler itself passes overrides there). The dict is shared with
@@ -9,6 +9,8 @@ Three hooks into one worker, each put in place by `Hooks.install` and undone by 
   by handle, and only for a peer that said it can read it: a worker that *asked* for a family that
   the other side lacks would never get an answer.
 - ``worker.gather_dep`` is wrapped, to ask once more, as bytes, when a handle could not be opened.
+- ``worker.monitor.get_process_memory`` is wrapped: before Dask looks at the RSS, to spill or pause
+  by it, shared pages that need not be in it leave it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from distributed.core import Status
@@ -67,6 +69,7 @@ class Hooks:
         self._endpoint = endpoint
         self._get_data = worker.handlers["get_data"]
         self._gather_dep = worker.gather_dep
+        self._get_process_memory = worker.monitor.get_process_memory
         self._connection_args = worker.rpc.connection_args
         self._installed = False
 
@@ -75,11 +78,13 @@ class Hooks:
         worker = self._worker
         self._own_get_data = self._wrap_get_data()
         self._own_gather_dep = self._wrap_gather_dep()
+        self._own_get_process_memory = self._wrap_get_process_memory()
         present: Any = self._connection_args.get("handshake_overrides") or {}
         overrides = {**present, KEY: encode(self._endpoint.advertisement)}
         self._own_connection_args = {**self._connection_args, "handshake_overrides": overrides}
         worker.handlers["get_data"] = self._own_get_data
         worker.gather_dep = self._own_gather_dep  # type: ignore[method-assign]
+        worker.monitor.get_process_memory = self._own_get_process_memory  # type: ignore[method-assign]
         worker.rpc.connection_args = self._own_connection_args
         self._installed = True
         worker.rpc.collect()
@@ -94,6 +99,8 @@ class Hooks:
             worker.handlers["get_data"] = self._get_data
         if worker.__dict__.get("gather_dep") is self._own_gather_dep:
             del worker.gather_dep
+        if worker.monitor.__dict__.get("get_process_memory") is self._own_get_process_memory:
+            worker.monitor.get_process_memory = self._get_process_memory  # type: ignore[method-assign]
         if worker.rpc.connection_args is self._own_connection_args:
             worker.rpc.connection_args = self._connection_args
         if worker.rpc.status == Status.running:
@@ -237,6 +244,19 @@ class Hooks:
             return GatherDepFailureEvent.from_exception(
                 error, **common, stimulus_id=f"gather-dep-failed-{time.time()}"
             )
+
+    # -- both -------------------------------------------------------------------------------------
+
+    def _wrap_get_process_memory(self) -> Callable[[], int]:
+        original = self._get_process_memory
+
+        @functools.wraps(original)
+        def get_process_memory() -> int:
+            # Not left to the endpoint's ticks: memory can grow by a lot between two of them.
+            self._endpoint.trim()
+            return original()
+
+        return get_process_memory
 
 
 def _scheme(address: str) -> str:

@@ -334,8 +334,7 @@ class Endpoint:
 
     def _tick(self) -> None:
         self._ticker = self._loop.call_later(TICK, self._tick)
-        for memory in self.memories:
-            self._withdraw(memory, collect=False)
+        self.trim()
         self.importer.trim()
         self._forget_peers()
         if self._stopping:
@@ -355,6 +354,11 @@ class Endpoint:
         if way == "from":
             return self.importer.knows(peer)
         return self.exporter.consumer(peer) is not None or peer in self._dialling
+
+    def trim(self) -> None:
+        """Have the memories leave the RSS if it is high, and give idle memory back. On the loop."""
+        for memory in self.memories:
+            self._withdraw(memory, collect=False)
 
     def _withdraw(self, memory: Memory, *, collect: bool) -> None:
         for allocation in memory.collect() if collect else memory.trim():

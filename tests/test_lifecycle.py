@@ -69,6 +69,7 @@ def hooks(dask_worker: Worker) -> list[Any]:
         "gpuipc" in (dask_worker.rpc.connection_args.get("handshake_overrides") or {}),
         dask_worker.rpc.connection_args is dask_worker.connection_args,
         "gpuipc" in dask_worker.metrics,
+        hasattr(dask_worker.monitor.get_process_memory, "__wrapped__"),
     ]
 
 
