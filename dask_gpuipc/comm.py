@@ -51,6 +51,8 @@ SCHEMES: Final = frozenset({"tcp", "tls", "ws", "wss"})
 """Comms that serialize, and whose reader takes any family (ucx names its own)."""
 _RECOVERABLE: Final = (GatherDepSuccessEvent, GatherDepNetworkFailureEvent)
 """What an answer in which a handle failed ends as: read to its end, or given up."""
+PREPARED: Final = ("get-data", "gpuipc-prepare", "seconds")
+"""In Dask's fine performance metrics: waiting for a peer's channel, and for the device."""
 MAX_LEAVES: Final = 10_000
 """Objects looked at, in one answer, in search of arrays that must be finished."""
 
@@ -123,7 +125,9 @@ class Hooks:
             if reason is not None:
                 self._endpoint.stats.refused(reason)
                 return await original(comm, keys=keys, who=who, serializers=serializers, **more)
+            begin = time.perf_counter()
             transfer = await self._begin(comm, keys, who or OTHERS)
+            self._worker.digest_metric(PREPARED, time.perf_counter() - begin)
             token = current_transfer.set(transfer)
             try:
                 result = await original(comm, keys=keys, who=who, serializers=OFFER, **more)

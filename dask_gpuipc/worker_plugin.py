@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from dask_gpuipc.endpoint import Endpoint
 from dask_gpuipc.errors import GPUIPCError, MemoryUnavailable
 from dask_gpuipc.memory.base import Memory
 from dask_gpuipc.memory.host import HostMemory
+from dask_gpuipc.metrics import collector
 from dask_gpuipc.stats import Snapshot
 
 logger = logging.getLogger("distributed.gpuipc")
@@ -79,6 +80,7 @@ class GPUIPCPlugin(WorkerPlugin):
         self.state = "disabled: not set up"
         self.endpoint: Endpoint | None = None
         self._hooks: Hooks | None = None
+        self._hide_metrics: Callable[[], None] = _nothing
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -93,6 +95,7 @@ class GPUIPCPlugin(WorkerPlugin):
 
     async def setup(self, worker: Worker) -> None:
         """Begin on a worker. Never raises: a worker without it is slower, not wrong."""
+        self._hide_metrics = collector.expose(self.snapshot)
         try:
             await self._setup(worker)
         except GPUIPCError as error:
@@ -138,6 +141,7 @@ class GPUIPCPlugin(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """End on a worker: no new offers; what is held is released as its readers end."""
         worker.metrics.pop(NAME, None)
+        self._hide_metrics()
         endpoint = self.endpoint
         self._leave()
         if not self.state.startswith("disabled"):
@@ -220,6 +224,10 @@ def _cuda(settings: Settings) -> Memory:
 
     memory: Memory = CudaMemory(settings)
     return memory
+
+
+def _nothing() -> None:
+    pass
 
 
 async def dask_setup(worker: Any) -> None:
