@@ -1,6 +1,14 @@
 from __future__ import annotations
 
+import os
+
+import dask
 import pytest
+
+# Small arrays have layouts and dtypes too: for workers that are started by command, and for those
+# that inherit the configuration of this process.
+os.environ["DASK_GPUIPC__MIN_BYTES__CUDA"] = "1"
+dask.config.set({"gpuipc.min-bytes.cuda": 1})
 
 
 @pytest.fixture(scope="session", autouse=True)

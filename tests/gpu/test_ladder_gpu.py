@@ -19,7 +19,7 @@ from cluster_fixtures import (
     move,
     refused,
 )
-from distributed import Client
+from distributed import Client, Worker
 from test_cluster_gpu import describe_gpu, from_gpu, layout_gpu, make_gpu, same_gpu
 
 import dask_gpuipc
@@ -108,9 +108,16 @@ def test_objects_by_the_host_are_as_plain_dask_delivers_them(
     del source, other
 
 
+def never_pause(dask_worker: Worker) -> None:
+    manager = dask_worker.memory_manager
+    manager.memory_pause_fraction = False
+    manager.memory_spill_fraction = False
+
+
 def test_a_large_chunk_by_the_host(client: Client, configured: Any) -> None:
     """Above Dask's limits of 64 MiB for a frame and of 2 GiB."""
     a, b, _ = addresses(client)
+    client.run(never_pause)  # registered memory counts in the RSS, and the worker has 4 GB
     configured(ipc=False, host_limit="3 GiB")
     for n in ((100 << 20) // 8, (2100 << 20) // 8):
         source = client.submit(make_gpu, n, 5, workers=[a], pure=False)

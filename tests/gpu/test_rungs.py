@@ -197,7 +197,7 @@ def test_a_round_trip_by_the_host(peer, clean, layout):
     pin.release()
 
 
-def test_a_peer_that_opens_handles_gets_handles(peer):
+def test_a_peer_that_opens_handles_gets_handles(peer, clean):
     import cupy
 
     array = cupy.zeros(1000)
