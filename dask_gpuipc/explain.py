@@ -180,8 +180,9 @@ FAILURES: Final[Mapping[Failure, Explanation]] = {
         "the descriptor reaches outside of its allocation", "report it", warns=True
     ),
     Failure.BUSY: Explanation(
-        "the allocation lies where an earlier one lay, whose mapping is not closed yet; it is "
-        "announced again, and goes as bytes for a while after three times",
+        "the allocation cannot be opened yet: it lies where an earlier one lay, whose mapping is "
+        "not closed, or opening it takes long; it is announced again, and goes as bytes for a "
+        "while after three times",
         "nothing; often: keep the pool from giving memory back (`free_all_blocks`)",
     ),
     Failure.OPEN_FAILED: Explanation(

@@ -54,6 +54,8 @@ MAX_ANNOUNCED: Final = 4096
 """Announcements kept; the longest idle one is evicted beyond it."""
 ON_ITS_WAY: Final = 60.0
 """Seconds that an announcement waits, at least, for the first descriptor that names it."""
+OPENING: Final = 0.5
+"""Seconds that a load waits, at most, for another thread that is opening the same allocation."""
 
 failures: ContextVar[list[OpenFailed] | None] = ContextVar("gpuipc_failures", default=None)
 """Set while somebody stands ready to ask again as bytes; see `collecting_failures`."""
@@ -447,7 +449,10 @@ class Importer:
             return entry
 
     def _opened(self, memory: Memory, entry: _Entry) -> OpenMapping:
-        with entry.lock:
+        # Another thread may be at it, in a driver that hangs: the event loop may not hang with it.
+        if not entry.lock.acquire(timeout=OPENING):
+            raise OpenFailed(Failure.BUSY, f"another thread has been opening it for {OPENING} s")
+        try:
             if entry.mapping is not None:
                 self._stats.hit()
                 return entry.mapping
@@ -455,6 +460,8 @@ class Importer:
             entry.mapping = memory.open(entry.announcement, fds)
             self._stats.opened()
             return entry.mapping
+        finally:
+            entry.lock.release()
 
     def _watch(self, producer: Producer, descriptor: Descriptor, imported: Imported) -> None:
         end = (producer, descriptor.lease, descriptor.memory)

@@ -227,6 +227,7 @@ def faulty(client: Client) -> Iterator[Callable[..., Client]]:
     yield register
     open_gates(client)
     check_nothing_left(client)
+    client.run(close_gates)
 
 
 def calls(client: Client, worker: str, name: str) -> int:
@@ -251,14 +252,19 @@ class Gate:
 _gates: defaultdict[str, threading.Event] = defaultdict(threading.Event)
 
 
-def open_gates(client: Client) -> None:
-    """Let go of everything that is held, on all workers; the gates are closed again behind it."""
-    client.run(_let_go)
+def open_gates(client: Client, *names: str) -> None:
+    """Let go of what is held on all workers: by these gates, also of what comes later, or by all."""
+    client.run(let_go, *names)
 
 
-def _let_go() -> None:
-    for gate in [*_gates.values()]:
-        gate.set()
+def let_go(*names: str) -> None:
+    """As `open_gates`, in this process."""
+    for name in names or [*_gates]:
+        _gates[name].set()
+
+
+def close_gates() -> None:
+    """Of this process, after a test."""
     _gates.clear()
 
 

@@ -390,7 +390,7 @@ def test_an_answer_is_cancelled_while_its_arrays_are_still_exported(
     assert dask_gpuipc.statistics(client)[a]["leases"] == 1
     assert client.run(cancel_get_data, workers=[a]) == {a: 1}
     until(lambda: not dask_gpuipc.statistics(client)[a]["leases"], "what was offered to be freed")
-    open_gates(client)
+    open_gates(client, "pin")
     assert result.result(timeout=30) == sum_of_sums([make(OFFLOADED, s) for s in range(2)])
     assert refused(client, "transfer_closed") == 1
     assert arrays(client, "received", "share") == 2
