@@ -253,7 +253,7 @@ _gates: defaultdict[str, threading.Event] = defaultdict(threading.Event)
 
 
 def open_gates(client: Client, *names: str) -> None:
-    """Let go of what is held on all workers: by these gates, also of what comes later, or by all."""
+    """Let go of what these gates hold, or all of them, on all workers; later ones pass these."""
     client.run(let_go, *names)
 
 
