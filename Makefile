@@ -17,7 +17,7 @@ PY := .venv/bin/python
 needs = $(STAMP)$(1)
 endif
 
-.PHONY: help demo test lint stress gpu multigpu notebooks clean
+.PHONY: help demo test lint stress matrix gpu multigpu notebooks clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -36,7 +36,10 @@ lint: $(STAMP)dev ## format, rules, types, floors, spelling
 	.venv/bin/codespell
 
 stress: $(call needs,test) ## the tests that take minutes
-	$(PY) -m pytest -m stress $(PYTEST_ARGS)
+	$(PY) -m pytest -m "stress or matrix" $(PYTEST_ARGS)
+
+matrix: $(call needs,test) ## the whole kill matrix, and its table in docs/
+	$(PY) -m pytest -m matrix tests/test_kill_matrix.py --kill-matrix docs/kill-matrix.md $(PYTEST_ARGS)
 
 gpu: $(call needs,test) ## the tests that need a GPU; PY=python3 where cupy is installed
 	$(PY) -m pytest -m gpu tests $(PYTEST_ARGS)

@@ -111,6 +111,7 @@ class Transfer:
         self._exporter = exporter
         self.number = number
         self.consumer = consumer
+        self.channel = None if consumer is None else consumer.channel
         self.prepared = prepared
         self.reason = reason
         self.to = to
@@ -399,8 +400,16 @@ class Exporter:
         return Transfer(self, number, consumer, prepared or {}, reason, to)
 
     def granted(self, transfer: Transfer) -> None:
-        """The consumer said OK."""
-        self._handle(lease.Granted(transfer.number))
+        """The consumer said OK. On the loop, as dialling is.
+
+        A channel that was lost meanwhile may have taken a release with it, of a lease that was not
+        granted yet as the next one was dialled: then the consumer is asked, as if OK were lost.
+        """
+        consumer, channel = transfer.consumer, transfer.channel
+        if channel is None or (channel.usable and consumer and consumer.channel is channel):
+            self._handle(lease.Granted(transfer.number))
+        else:
+            self._handle(lease.Failed(transfer.number))
 
     def failed(self, transfer: Transfer) -> None:
         """The answer ended without an OK. May be called after `granted`, to no effect but one.

@@ -33,6 +33,26 @@ OF_A_CLUSTER = {
 failed = pytest.StashKey[bool]()
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--kill-matrix", metavar="FILE", help="write the outcome of all cells of the kill matrix"
+    )
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    path = config.getoption("kill_matrix")
+    if path is None:
+        return
+    from kill_table import render
+
+    passed = terminalreporter.stats.get("passed", [])
+    outcomes = dict(
+        value for report in passed for name, value in report.user_properties if name == "cell"
+    )
+    pathlib.Path(path).write_text(render(outcomes))
+    terminalreporter.write_line(f"{path}: {len(outcomes)} cells")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield

@@ -29,6 +29,7 @@ from dask_gpuipc.memory.base import (
     Rung,
 )
 from dask_gpuipc.testing.clock import LIMIT
+from dask_gpuipc.testing.gates import Gate
 from dask_gpuipc.wire import Announce, Layout, Message
 
 T = TypeVar("T")
@@ -55,8 +56,8 @@ class Fault:
         Takes the call's result and gives the one to return.
     skip : bool
         The call is not made and returns None: a posted message is lost.
-    hold : threading.Event, optional
-        The call waits until it is set.
+    hold : threading.Event or Gate, optional
+        The call waits until it is set, or another process lets it go.
     """
 
     call: str
@@ -66,7 +67,7 @@ class Fault:
     after: bool = False
     change: Callable[[Any], Any] | None = None
     skip: bool = False
-    hold: threading.Event | None = None
+    hold: threading.Event | Gate | None = None
 
     def strikes(self, number: int) -> bool:
         """Whether it has to do with the call of this number."""
