@@ -289,8 +289,8 @@ def test_a_descriptor_that_is_not_right_is_refused_and_its_array_comes_as_bytes(
         transfer(shared, 1)
         assert failed(shared, reason) == expected[reason], name
         assert refused(shared, "named_serializers") == expected.total(), name
-        until(nothing_held(shared), f"the lease to end that nobody could read: {name}")
-        dask_gpuipc.collect(shared)
+        if reason == "out_of_bounds":
+            dask_gpuipc.collect(shared)  # the allocation goes, and what it was denied for
     transfer(shared, 2)
     assert arrays(shared, "received", "share") == 1
 

@@ -10,20 +10,23 @@ import numpy as np
 import pytest
 from cluster_fixtures import (
     LARGE,
+    Gate,
     addresses,
     arrays,
     client,
+    close_gates,
     cluster,
     identity,
     make,
     move,
     nothing_held,
+    open_gates,
     refused,
     same,
     shared,
     until,
 )
-from distributed import Client, get_worker, wait
+from distributed import Client, Worker, get_worker, wait
 
 __all__ = ["client", "cluster", "shared"]
 
@@ -193,6 +196,28 @@ def test_failed_cancelled_and_released_tasks_end_their_leases(shared: Client) ->
     assert arrays(shared, "sent", "share") >= 1
     del failing, cancelled, released, source
     until(nothing_held(shared), "all leases to end")
+
+
+def wait_for_gate(x: np.ndarray) -> int:
+    assert Gate("task").wait(30)
+    return int(x.sum())
+
+
+def executing(dask_worker: Worker) -> int:
+    return len(dask_worker.state.executing)
+
+
+def test_a_task_that_is_cancelled_while_it_runs_ends_its_lease(shared: Client) -> None:
+    a, b, _ = addresses(shared)
+    source = shared.submit(make, workers=[a], pure=False)
+    running = shared.submit(wait_for_gate, source, workers=[b], pure=False)
+    until(lambda: shared.run(executing, workers=[b])[b] == 1, "the task to run")
+    running.cancel()
+    del source
+    assert not nothing_held(shared)()  # it still reads
+    open_gates(shared, "task")
+    until(nothing_held(shared), "the lease to end with the task")
+    shared.run(close_gates)
 
 
 WORKFLOWS = {
