@@ -460,7 +460,7 @@ def private_folder(directory: str | None) -> str:
         )
     sweep(base)
     started = process.start_time(os.getpid())
-    name = f"{PREFIX}-{_pid_namespace()}-{os.getpid()}-{started}-"
+    name = f"{PREFIX}-{process.pid_namespace()}-{os.getpid()}-{started}-"
     folder = tempfile.mkdtemp(prefix=name, dir=base)
     length = len(os.fsencode(os.path.join(folder, "s")))
     if length > MAX_PATH:
@@ -472,16 +472,12 @@ def private_folder(directory: str | None) -> str:
     return folder
 
 
-def _pid_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
-
-
 def sweep(base: str) -> list[str]:
     """Remove the folders that killed processes of this user left in ``base``; return them.
 
     Only those of this pid namespace: in another the same pid is somebody else, who may live.
     """
-    pattern = re.compile(rf"{PREFIX}-{_pid_namespace()}-(\d+)-(\d+)-\w+")
+    pattern = re.compile(rf"{PREFIX}-{process.pid_namespace()}-(\d+)-(\d+)-\w+")
     removed = []
     for entry in os.scandir(base):
         match = pattern.fullmatch(entry.name)
@@ -494,7 +490,7 @@ def sweep(base: str) -> list[str]:
 
 def folders_of(base: str, pid: int, started: int) -> list[str]:
     """The private folders in ``base`` of one process of this user and pid namespace."""
-    prefix = f"{PREFIX}-{_pid_namespace()}-{pid}-{started}-"
+    prefix = f"{PREFIX}-{process.pid_namespace()}-{pid}-{started}-"
     found = []
     for entry in os.scandir(base):
         if entry.name.startswith(prefix) and entry.is_dir(follow_symlinks=False):

@@ -20,13 +20,29 @@ def start_time(pid: int) -> int:
     ProcessLookupError
         There is no such process (or /proc does not show it).
     """
+    return int(_stat(pid)[19])
+
+
+def state(pid: int) -> str:
+    """The letter by which the kernel describes a process: R, S, T, Z and others.
+
+    Raises
+    ------
+    ProcessLookupError
+        There is no such process.
+    """
+    return _stat(pid)[0]
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields 3 and later of ``/proc/PID/stat``."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             text = stat.read()
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ProcessLookupError) as error:
         raise ProcessLookupError(f"no process {pid} in /proc") from error
     # Field 2 is the program's name in parentheses, and may hold spaces and parentheses itself.
-    return int(text.rpartition(b")")[2].split()[19])
+    return text.rpartition(b")")[2].decode().split()
 
 
 @functools.cache
@@ -49,6 +65,11 @@ def overflow_uid() -> int:
 def namespaces() -> tuple[str, ...]:
     """Identities of this process's namespaces, in the order of `NAMESPACES`."""
     return tuple(os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES)
+
+
+def pid_namespace() -> int:
+    """Identity of the pid namespace, in which a pid means what it says."""
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def open_pidfd(pid: int, started: int) -> int:

@@ -141,7 +141,7 @@ def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
             process.wait()
 
 
-# -- what crosses ---------------------------------------------------------------------------------
+# -- what crosses --------------------------------------------------------------------------------
 
 
 def make(memory: str, seed: int) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
 import multiprocessing
 import os
 import tempfile
@@ -22,6 +23,7 @@ from helpers import Child, child
 from dask_gpuipc import sharing
 from dask_gpuipc.errors import GPUIPCError
 from dask_gpuipc.sharing import node as nodes
+from dask_gpuipc.sharing import post, segments
 from dask_gpuipc.testing import leak_check
 
 here: dict[str, Any] = {}
@@ -73,7 +75,7 @@ def directory() -> str:
     return dask.config.get("gpuipc.socket-directory")
 
 
-# -- arrays ---------------------------------------------------------------------------------------
+# -- arrays --------------------------------------------------------------------------------------
 
 
 def make(name: str, value: int, count: int = 5000) -> None:
@@ -111,7 +113,7 @@ def type_of(name: str) -> str:
     return type(here[name]).__name__
 
 
-# -- the node -------------------------------------------------------------------------------------
+# -- the node ------------------------------------------------------------------------------------
 
 
 def held() -> tuple[int, int]:
@@ -145,7 +147,7 @@ def shelf() -> int:
     return 0 if node is None else len(node.shelf)
 
 
-# -- forks ----------------------------------------------------------------------------------------
+# -- forks ---------------------------------------------------------------------------------------
 
 
 def in_a_fork(function, *args):
@@ -169,7 +171,37 @@ def _send_result(pipe, function, args):
     pipe.send(function(*args))
 
 
-# -- handles --------------------------------------------------------------------------------------
+# -- messages -------------------------------------------------------------------------------------
+
+
+def segments_left() -> list[str]:
+    return glob.glob(f"{segments.FOLDER}/dask-gpuipc-*")
+
+
+def look(times: int = 1) -> int:
+    """Look for messages that nobody can receive."""
+    for _ in range(times):
+        post._post.look()
+    return on_the_way()
+
+
+def on_the_way() -> int:
+    return 0 if post._post is None else len(post._post)
+
+
+def nothing_kept() -> bool:
+    post._post.look()
+    return on_the_way() == 0 and shelf() == 0 and held()[0] == 0 and slots() == 0
+
+
+def slots() -> int:
+    """Slots in use in this process's arenas."""
+    here = nodes.current()
+    endpoint = here and here.endpoint_of("host")
+    return int(repr(endpoint.memories[0]).split()[3]) if endpoint else 0
+
+
+# -- handles -------------------------------------------------------------------------------------
 
 
 def handle_of(name: str, as_: str) -> Any:

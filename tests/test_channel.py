@@ -193,7 +193,7 @@ async def works(one: Side, two: Side) -> None:
     await until(lambda: one.messages[-1:] == [Ask(-number)], "the message back")
 
 
-# -- who is let in --------------------------------------------------------------------------------
+# -- who is let in -------------------------------------------------------------------------------
 
 
 def test_a_producer_dials_and_both_sides_talk(short_path):
@@ -402,7 +402,7 @@ def check(credentials, claimed, refused):
             check_credentials(credentials, claimed)
 
 
-# -- dialling -------------------------------------------------------------------------------------
+# -- dialling ------------------------------------------------------------------------------------
 
 
 def test_dialling_what_is_not_there_fails(short_path):
@@ -507,7 +507,7 @@ def test_a_cancelled_dial_leaves_no_socket(short_path):
     run(main())
 
 
-# -- where the socket lives -----------------------------------------------------------------------
+# -- where the socket lives ----------------------------------------------------------------------
 
 
 def test_too_long_a_path_is_a_config_error_and_leaves_nothing(short_path):
@@ -597,7 +597,7 @@ def test_a_new_listener_sweeps(short_path):
     run(main())
 
 
-# -- what arrives ---------------------------------------------------------------------------------
+# -- what arrives --------------------------------------------------------------------------------
 
 
 def test_messages_arrive_once_and_in_order_whoever_reads():
@@ -757,7 +757,7 @@ def test_a_listener_without_free_descriptors_does_not_spin(short_path):
     run(main())
 
 
-# -- what ends it ---------------------------------------------------------------------------------
+# -- what ends it --------------------------------------------------------------------------------
 
 ENDINGS = {
     "end of file": (lambda sock: sock.close(), ChannelBroken),
@@ -839,7 +839,7 @@ def test_a_peer_that_goes_while_messages_wait():
     run(main())
 
 
-# -- whose death counts ---------------------------------------------------------------------------
+# -- whose death counts --------------------------------------------------------------------------
 
 
 def connect_and_fork(path):

@@ -33,7 +33,7 @@ __all__ = ["client", "cluster", "shared"]
 NBYTES = 8 * LARGE
 
 
-# -- by peer --------------------------------------------------------------------------------------
+# -- by peer -------------------------------------------------------------------------------------
 
 
 def test_what_was_sent_is_counted_by_peer_and_in_all():
@@ -64,7 +64,7 @@ def test_peers_of_long_ago_are_summed_up():
     assert everything == 3 * MAX_PEERS
 
 
-# -- time -----------------------------------------------------------------------------------------
+# -- time ----------------------------------------------------------------------------------------
 
 
 def test_only_answers_with_handles_are_timed():
@@ -100,7 +100,7 @@ def test_what_another_thread_deserializes_counts_where_it_belongs():
     assert timing + Timing(1, 1, 1.0) == Timing(3, 4, timing.seconds + 1.0)
 
 
-# -- the log --------------------------------------------------------------------------------------
+# -- the log -------------------------------------------------------------------------------------
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -148,7 +148,7 @@ def test_threads_that_meet_the_same_cause_log_it_once(caplog):
     assert len(told(caplog)) == 1
 
 
-# -- on a cluster ---------------------------------------------------------------------------------
+# -- on a cluster --------------------------------------------------------------------------------
 
 
 def test_a_cluster_tells_who_sent_what_to_whom(shared: Client) -> None:

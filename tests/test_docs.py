@@ -68,7 +68,7 @@ def paragraphs_of_code(name: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
 
 
-# -- settings -------------------------------------------------------------------------------------
+# -- settings ------------------------------------------------------------------------------------
 
 
 def test_defaults_are_what_the_schema_allows():
@@ -121,7 +121,7 @@ def test_documented_defaults_are_the_defaults():
     assert {name: yaml.safe_load(value) for name, value in told.items()} == values
 
 
-# -- reasons --------------------------------------------------------------------------------------
+# -- reasons -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("heading", "reasons"), [("refused", Refusal), ("failed", Failure)])
@@ -147,7 +147,7 @@ def test_every_reason_is_explained_once_and_in_a_form_that_goes_everywhere():
             assert not text.endswith(".")
 
 
-# -- links and code -------------------------------------------------------------------------------
+# -- links and code ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

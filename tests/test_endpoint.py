@@ -55,7 +55,7 @@ from dask_gpuipc.wire import (
 
 MIB = 1 << 20
 
-# -- what either process does ---------------------------------------------------------------------
+# -- what either process does --------------------------------------------------------------------
 
 here: dict[str, Any] = {}
 """Of a child process: its endpoint, arrays, transfers."""
@@ -194,7 +194,7 @@ def usable_channels() -> int:
     return sum(channel.usable for channel in here["endpoint"]._channels)
 
 
-# -- the tests' side ------------------------------------------------------------------------------
+# -- the tests' side -----------------------------------------------------------------------------
 
 
 class Pair:
@@ -287,7 +287,7 @@ def pair(idle_pair):
     return idle_pair
 
 
-# -- the plain course -----------------------------------------------------------------------------
+# -- the plain course ----------------------------------------------------------------------------
 
 
 def test_an_array_arrives_and_its_lease_ends_with_it(pair):
@@ -392,7 +392,7 @@ def test_three_consumers_of_one_array_release_it_apart(pair, short_path):
         c.call(end)
 
 
-# -- answers that fail ----------------------------------------------------------------------------
+# -- answers that fail ---------------------------------------------------------------------------
 
 
 def test_lost_ok_frees_what_was_not_opened_and_keeps_what_was(pair):
@@ -452,7 +452,7 @@ def test_an_array_exported_twice_in_one_answer_is_held_once(pair):
     pair.all_free()
 
 
-# -- descriptors that are not right ---------------------------------------------------------------
+# -- descriptors that are not right --------------------------------------------------------------
 
 
 def load_again(name: str, data: bytes, **changes: Any) -> Failure | None:
@@ -538,7 +538,7 @@ def test_another_endpoints_descriptor_is_refused(pair):
             loads(bad, [])
 
 
-# -- announcements that are gone ------------------------------------------------------------------
+# -- announcements that are gone -----------------------------------------------------------------
 
 
 def test_an_evicted_announcement_is_made_anew(pair):
@@ -685,7 +685,7 @@ def free_descriptors() -> None:
     here.pop("short").__exit__(None, None, None)
 
 
-# -- limits ---------------------------------------------------------------------------------------
+# -- limits --------------------------------------------------------------------------------------
 
 
 def test_beyond_the_budget_it_is_refused_until_there_is_room(idle_pair):
@@ -781,7 +781,7 @@ def test_a_channel_that_would_block_refuses_and_recovers(idle_pair):
     assert pair.b.call(value_of, "y") == 2
 
 
-# -- who may be a peer ----------------------------------------------------------------------------
+# -- who may be a peer ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -879,7 +879,7 @@ def test_a_stranger_with_a_true_token_and_a_false_start_time_is_refused(pair):
     assert pair.b.call(value_of, "x") == 1
 
 
-# -- channels that break --------------------------------------------------------------------------
+# -- channels that break -------------------------------------------------------------------------
 
 
 def test_a_broken_channel_is_dialled_again_and_releases_arrive(pair):
@@ -997,7 +997,7 @@ def test_messages_that_make_no_sense_change_nothing(pair):
     pair.all_free()
 
 
-# -- deaths ---------------------------------------------------------------------------------------
+# -- deaths --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("forked", [False, True], ids=["alone", "with a forked child alive"])
@@ -1111,7 +1111,7 @@ def test_a_stopped_producer_changes_nothing_for_the_consumer(pair):
     pair.all_free()
 
 
-# -- leaving --------------------------------------------------------------------------------------
+# -- leaving -------------------------------------------------------------------------------------
 
 
 def stop() -> None:
@@ -1210,7 +1210,7 @@ def copy_what_is_owned(producer: str) -> list[int]:
     return [int(own["x"][0][0]), int(own["y"][0][0])]
 
 
-# -- the importer alone, by a manual clock --------------------------------------------------------
+# -- the importer alone, by a manual clock -------------------------------------------------------
 
 ADVERTISEMENT = Advertisement(
     WIRE_VERSION, "peer", "scheduler", 1, 1, "boot", ("ns",), "/x/s", b"token", ("host",), ()

@@ -92,7 +92,7 @@ def mapped() -> int:
         return sum("memfd:dask-gpuipc" in line for line in maps)
 
 
-# -- the contract ---------------------------------------------------------------------------------
+# -- the contract --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_the_contract_is_held_against_what_breaks_it(make, check):
     )
 
 
-# -- what arrives ---------------------------------------------------------------------------------
+# -- what arrives --------------------------------------------------------------------------------
 
 
 def locked(array):
@@ -294,7 +294,7 @@ def test_own_makes_an_ordinary_array(memory):
         del got
 
 
-# -- slots ----------------------------------------------------------------------------------------
+# -- slots ---------------------------------------------------------------------------------------
 
 
 def test_slots_are_recycled(memory):
@@ -339,7 +339,7 @@ def test_extents_never_give_what_is_taken_and_lose_nothing(steps):
         assert all(a[1] < b[0] for a, b in itertools.pairwise(free)), "neighbours apart"
 
 
-# -- a live array is copied once ------------------------------------------------------------------
+# -- a live array is copied once -----------------------------------------------------------------
 
 
 def test_a_live_array_has_one_copy_however_often_it_is_exported(memory):
@@ -398,7 +398,7 @@ def test_an_array_that_was_changed_in_place_is_copied_again(memory):
     assert arenas(memory)[0].live == 0
 
 
-# -- memory goes back -----------------------------------------------------------------------------
+# -- memory goes back ----------------------------------------------------------------------------
 
 
 def test_free_memory_goes_back_though_a_neighbour_lives(memory):
@@ -463,7 +463,7 @@ def test_closing_leaves_what_is_pinned_until_its_release(memory):
     memory.close()
 
 
-# -- pressure -------------------------------------------------------------------------------------
+# -- pressure ------------------------------------------------------------------------------------
 
 LARGE = 96 * MIB
 
@@ -524,7 +524,7 @@ def test_importing_without_reading_does_not_grow_the_rss(memory):
         del got
 
 
-# -- no room --------------------------------------------------------------------------------------
+# -- no room -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("free", [0, 1, 2])
@@ -608,7 +608,7 @@ def test_a_system_without_memfds_is_told(monkeypatch):
         HostMemory()
 
 
-# -- what a peer may do ---------------------------------------------------------------------------
+# -- what a peer may do --------------------------------------------------------------------------
 
 
 def test_a_peer_can_neither_write_nor_resize(memory):
@@ -703,7 +703,7 @@ def test_a_closed_mapping_gives_no_array(memory):
             memory.load(mapping, pin.layout, Rung.SHARE)
 
 
-# -- many -----------------------------------------------------------------------------------------
+# -- many ----------------------------------------------------------------------------------------
 
 
 def test_thousands_of_imports_cost_no_descriptors(memory):
@@ -758,7 +758,7 @@ def test_many_threads_export_at_once(memory):
     assert memfds() == 0
 
 
-# -- the wrappers that make it fail ---------------------------------------------------------------
+# -- the wrappers that make it fail --------------------------------------------------------------
 
 
 def test_a_faulty_memory_is_still_a_memory():
@@ -810,7 +810,7 @@ def test_a_fault_can_change_and_hold(memory):
         assert faulty.handle(pin.allocation).payload == b""
 
 
-# -- snapshots ------------------------------------------------------------------------------------
+# -- snapshots -----------------------------------------------------------------------------------
 
 
 def test_a_snapshot_is_of_now_and_pinned_without_a_copy():

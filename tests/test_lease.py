@@ -49,7 +49,7 @@ def pins(*numbers: int) -> set[Unpin]:
     return {Unpin(f"pin {number}") for number in numbers}
 
 
-# -- the plain course -----------------------------------------------------------------------------
+# -- the plain course ----------------------------------------------------------------------------
 
 
 def test_offered_granted_released():
@@ -76,7 +76,7 @@ def test_a_failure_after_the_grant_changes_nothing():
     assert len(ledger) == 1
 
 
-# -- the numbered cases of lease.py ---------------------------------------------------------------
+# -- the numbered cases of lease.py --------------------------------------------------------------
 
 
 def test_case_1_lost_ok_asks_and_frees_what_was_not_opened():
@@ -203,7 +203,7 @@ def test_case_5_death_frees_whatever_the_state():
     assert ledger.handle(PeerDied("a")) == []
 
 
-# -- the budget -----------------------------------------------------------------------------------
+# -- the budget ----------------------------------------------------------------------------------
 
 
 def test_an_offer_beyond_the_budget_is_refused():
@@ -231,7 +231,7 @@ def test_a_transfer_has_no_more_leases_than_one_message_can_name():
     assert len(ledger) == MAX_LEASES
 
 
-# -- any order ------------------------------------------------------------------------------------
+# -- any order -----------------------------------------------------------------------------------
 
 PEERS = ("a", "b", "c")
 ARRAYS = {"x": 40, "y": 60, "z": 200}

@@ -297,7 +297,7 @@ def test_the_way_is_chosen_by_device(side, ways, opened, rungs, unproven):
         pin.release()
 
 
-# -- importer -------------------------------------------------------------------------------------
+# -- importer ------------------------------------------------------------------------------------
 
 
 def test_an_arena_is_pinned_once_however_often_it_is_opened(side, maps):

@@ -47,7 +47,7 @@ def share(a, b, value=1, name="x"):
     b.call(at.keep, "h", a.call(at.handle_of, name, "h"))
 
 
-# -- open ----------------------------------------------------------------------------------------
+# -- open ---------------------------------------------------------------------------------------
 
 
 def test_another_process_opens_what_was_shared(pair):
@@ -153,7 +153,7 @@ def test_threads_that_open_at_once_open_once(pair):
     assert a.call(at.held) == (1, 0)
 
 
-# -- with, close ---------------------------------------------------------------------------------
+# -- with, close --------------------------------------------------------------------------------
 
 
 def with_open(handle):
@@ -290,7 +290,7 @@ def test_the_handle_keeps_its_array_alive_in_the_source(pair):
     assert b.call(at.values, "y") == [3]
 
 
-# -- the exporting process -------------------------------------------------------------------------
+# -- the exporting process ------------------------------------------------------------------------
 
 
 def in_the_source():
@@ -323,7 +323,7 @@ def test_only_the_source_knows_the_holders(pair):
     b.call(only_its_source_knows, "h")
 
 
-# -- types -----------------------------------------------------------------------------------------
+# -- types ----------------------------------------------------------------------------------------
 
 
 def subclass_handle(name):
@@ -402,7 +402,7 @@ def test_it_imports_neither_distributed_nor_cupy():
     assert not {"distributed", "cupy", "cuda", "tornado"} & set(modules_loaded())
 
 
-# -- deaths ----------------------------------------------------------------------------------------
+# -- deaths ---------------------------------------------------------------------------------------
 
 
 def test_a_source_that_was_killed_is_gone(pair):
@@ -533,7 +533,7 @@ def test_a_stopped_holder_keeps_its_lease(pair):
     assert b.call(at.values, "y") == [3]
 
 
-# -- forks -----------------------------------------------------------------------------------------
+# -- forks ----------------------------------------------------------------------------------------
 
 
 def open_value(handle):
@@ -611,7 +611,7 @@ def test_what_a_forked_child_inherited_stays_leased_until_it_ends(pair):
     a.until(at.nothing_held)
 
 
-# -- stop ------------------------------------------------------------------------------------------
+# -- stop -----------------------------------------------------------------------------------------
 
 
 def stop_is_refused():

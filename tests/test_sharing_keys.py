@@ -78,7 +78,7 @@ def given(a, value=3, pids=None):
     return a.call(export, "x", pids)
 
 
-# -- open, close ----------------------------------------------------------------------------------
+# -- open, close ---------------------------------------------------------------------------------
 
 
 def test_a_key_is_short_printable_and_names_kind_and_process(abc):
@@ -212,7 +212,7 @@ def test_an_empty_array_has_no_key():
         sharing.export_key(np.zeros(0))
 
 
-# -- who may --------------------------------------------------------------------------------------
+# -- who may -------------------------------------------------------------------------------------
 
 
 def allow(key, *pids):
@@ -365,7 +365,7 @@ def test_only_the_exporter_says_who_may(abc):
     b.call(not_mine, key)
 
 
-# -- attributes -----------------------------------------------------------------------------------
+# -- attributes ----------------------------------------------------------------------------------
 
 
 def set_readonly(key, value=True):

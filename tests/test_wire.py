@@ -125,7 +125,7 @@ def test_records_are_frozen():
         LAYOUT.offset = 0
 
 
-# -- round trips ----------------------------------------------------------------------------------
+# -- round trips ---------------------------------------------------------------------------------
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
@@ -161,7 +161,7 @@ def test_every_message_survives(message):
     assert type(got) is type(message)
 
 
-# -- what is no record ----------------------------------------------------------------------------
+# -- what is no record ---------------------------------------------------------------------------
 
 
 def packed(*items: Any) -> bytes:
@@ -314,7 +314,7 @@ def test_random_bytes_give_a_record_or_a_wire_error(data):
             reader(data)
 
 
-# -- layouts --------------------------------------------------------------------------------------
+# -- layouts -------------------------------------------------------------------------------------
 
 
 @st.composite

@@ -31,7 +31,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -107,22 +107,18 @@ class Arena:
             )
             np.copyto(view, array)
             return
-        data = _flat(array if contiguous else np.ascontiguousarray(array))
+        data = flat(array if contiguous else np.ascontiguousarray(array))
         if fresh:
-            _pwrite(self.fd, data, offset)
+            pwrite(self.fd, data, offset)
         else:
-            flat: np.ndarray[Any, Any] = np.ndarray(data.shape, data.dtype, self._map, offset)
-            np.copyto(flat, data)
+            row: np.ndarray[Any, Any] = np.ndarray(data.shape, data.dtype, self._map, offset)
+            np.copyto(row, data)
 
     def view(self, layout: Layout, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """An array over a slot; for this process, which may not change what peers read."""
         # As an argument of ndarray, the map could be closed below the view: this holds it open.
         whole = np.frombuffer(self._map, np.uint8)
-        view: np.ndarray[Any, Any] = np.ndarray(
-            layout.shape, dtype, whole, layout.offset, layout.strides
-        )
-        view.flags.writeable = layout.writeable  # an attribute of the copy, so of its copies
-        return view
+        return np.ndarray(layout.shape, dtype, whole, layout.offset, layout.strides)
 
     def unmap_pages(self) -> None:
         """Drop the pages from this process's RSS; their bytes stay in the memfd."""
@@ -261,7 +257,7 @@ class HostMemory:
             self._last_use = self._clock()
             slot = self._reuse(array, dtype)
         if slot is None:
-            slot = self._fill(array, dtype)
+            slot = self._fill(array, dtype, _writeable(array))
         return Pin(
             allocation=slot.arena.allocation,
             layout=slot.layout,
@@ -272,6 +268,8 @@ class HostMemory:
     def snapshot(self, array: np.ndarray[Any, Any]) -> Snapshot:
         """Copy an array into a slot now; pins of the snapshot's array make no further copy.
 
+        The copy can be written, whether the array can or not.
+
         Raises
         ------
         Refused
@@ -280,7 +278,7 @@ class HostMemory:
         dtype = encode_dtype(array.dtype)
         with self._lock:
             self._last_use = self._clock()
-        slot = self._fill(array, dtype)
+        slot = self._fill(array, dtype, writeable=True)
         view = slot.arena.view(slot.layout, array.dtype)
         with self._lock:
             if self._slots.get(slot.key) is slot:
@@ -306,7 +304,7 @@ class HostMemory:
         slot.uses += 1
         return slot
 
-    def _fill(self, array: np.ndarray[Any, Any], dtype: str) -> _Slot:
+    def _fill(self, array: np.ndarray[Any, Any], dtype: str, writeable: bool) -> _Slot:
         solid = _without_broadcast(array)
         strides = _strides(array, solid)
         room = _pages(solid.nbytes)
@@ -314,7 +312,7 @@ class HostMemory:
             arena, offset, fresh = self._take(room)
         except (OSError, ValueError) as error:
             raise Refused(Refusal.NO_MEMORY, f"an arena for {room} bytes: {error}") from error
-        layout = Layout(offset, dtype, array.itemsize, array.shape, strides, _writeable(array))
+        layout = Layout(offset, dtype, array.itemsize, array.shape, strides, writeable)
         slot = _Slot(arena, offset, room, layout, id(array), weakref.ref(array))
         try:
             arena.write(offset, solid, layout, fresh or self._pressed(room))
@@ -512,12 +510,17 @@ class _Block:
 
 def _array_in(mapping: _Mapped, layout: Layout) -> tuple[np.ndarray[Any, Any], _Block]:
     # WireError of a layout or dtype, ValueError of a shape beyond NumPy: the caller translates
-    dtype = decode_dtype(layout.dtype)
+    decode_dtype(layout.dtype)  # before anything is mapped for it
     low, high = layout.extent()
     start = low // PAGE * PAGE
     block = map_private(mapping.fd, start, high - start, writeable=layout.writeable)
-    place = layout.offset - start
-    return np.ndarray(layout.shape, dtype, np.asarray(block), place, layout.strides), block
+    return array_of(block, replace(layout, offset=layout.offset - start)), block
+
+
+def array_of(block: _Block, layout: Layout) -> np.ndarray[Any, Any]:
+    """The array of a layout whose offset is from the beginning of the block."""
+    dtype = decode_dtype(layout.dtype)
+    return np.ndarray(layout.shape, dtype, np.asarray(block), layout.offset, layout.strides)
 
 
 def map_private(fd: int, offset: int, nbytes: int, *, writeable: bool = True) -> _Block:
@@ -561,7 +564,8 @@ def _checked_fd(fd: int, nbytes: int) -> int:
     return fd
 
 
-def _pwrite(fd: int, data: np.ndarray[Any, Any], offset: int) -> None:
+def pwrite(fd: int, data: np.ndarray[Any, Any], offset: int) -> None:
+    """Write bytes, all of them; an `OSError` where the kernel has no page for them."""
     view = memoryview(data)  # type: ignore[arg-type]
     while view:
         written = os.pwrite(fd, view[:MAX_WRITE], offset)
@@ -571,7 +575,7 @@ def _pwrite(fd: int, data: np.ndarray[Any, Any], offset: int) -> None:
         offset += written
 
 
-def _flat(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def flat(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The bytes of a contiguous array, padding of structured dtypes included."""
     order = array if array.flags.c_contiguous else array.T
     return order.reshape(-1).view(np.uint8)

@@ -15,23 +15,30 @@ stays behind whoever dies.
 
 Rooms: `node` (the endpoints and their thread), `desk` (where others ask), `shelf` (what they may
 have), `serving` and `fetching` (the two sides of a visit), `handles`, `keys`, `events`,
-`reductions`, with `carriers` (what a message travels in) and `segments` (memory with a name).
+`reductions`, with `post` (what is on its way), `carriers` (what messages travel in) and `segments`
+(memory with a name).
 """
 
 from __future__ import annotations
 
+from dask_gpuipc.sharing.events import IPCEventHandle
 from dask_gpuipc.sharing.handles import IPCMemoryHandle, OpenedArray, get_ipc_handle
 from dask_gpuipc.sharing.keys import allow, close_key, export_key, open_key, set_attributes
 from dask_gpuipc.sharing.node import stop
+from dask_gpuipc.sharing.reductions import init_reductions
+from dask_gpuipc.sharing.segments import sweep
 
 __all__ = [
+    "IPCEventHandle",
     "IPCMemoryHandle",
     "OpenedArray",
     "allow",
     "close_key",
     "export_key",
     "get_ipc_handle",
+    "init_reductions",
     "open_key",
     "set_attributes",
     "stop",
+    "sweep",
 ]

@@ -18,7 +18,14 @@ from typing import Any, Final
 import numpy as np
 
 from dask_gpuipc.dtypes import decode_dtype
-from dask_gpuipc.errors import NotPermitted, OpenFailed, Refusal, Refused, SourceGone
+from dask_gpuipc.errors import (
+    MemoryUnavailable,
+    NotPermitted,
+    OpenFailed,
+    Refusal,
+    Refused,
+    SourceGone,
+)
 from dask_gpuipc.sharing.desk import Address, Outcome, Reply, Verdict, Visit, Want
 from dask_gpuipc.sharing.node import Node, node
 from dask_gpuipc.wire import Descriptor, Layout
@@ -154,6 +161,8 @@ def _receive_bytes(visit: Visit, kind: str) -> Any:
 
 def from_host(array: np.ndarray[Any, Any]) -> Any:
     """The ``cupy.ndarray`` of a ``numpy.ndarray``, on the current device."""
-    from dask_gpuipc.memory.cuda.interop import upload
-
+    try:
+        from dask_gpuipc.memory.cuda.interop import upload
+    except ImportError as error:
+        raise MemoryUnavailable(f"a CuPy array came here: {error}") from error
     return upload(array)

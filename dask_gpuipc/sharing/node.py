@@ -143,7 +143,8 @@ class Node:
     def stop(self, timeout: float) -> None:
         """Close everything once nothing is held either way; `StillOpen` if that does not come."""
         for entry in self.shelf.entries():
-            self.shelf.withdraw(entry)
+            if not entry.once:  # what is in a message is dealt with in `leave`
+                self.shelf.withdraw(entry)
         deadline = time.monotonic() + timeout
         while any(self.held()):
             if time.monotonic() > deadline:
@@ -267,7 +268,6 @@ def node() -> Node:
         with _lock:
             if _node is None:
                 _node = Node(serve)
-                multiprocessing.util.Finalize(None, _leave, exitpriority=LAST)
             found = _node
     return found
 
@@ -307,6 +307,16 @@ def _leave() -> None:
     found, _node = _node, None
     if found is not None and found.pid == os.getpid():
         found.leave()
+
+
+def _leave_at_exit(_: object) -> None:
+    multiprocessing.util.Finalize(None, _leave, exitpriority=LAST)
+
+
+# Now, and not with the first node: that may be made while the process is ending already, by the
+# thread of a queue. In its children multiprocessing forgets what was registered.
+_leave_at_exit(None)
+multiprocessing.util.register_after_fork(_heirs, _leave_at_exit)
 
 
 def _before_fork() -> None:
