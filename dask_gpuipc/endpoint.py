@@ -28,7 +28,7 @@ from dask_gpuipc.exporter import Consumer, Exporter
 from dask_gpuipc.importer import IdleLimits, Importer, Producer
 from dask_gpuipc.memory.base import Memory
 from dask_gpuipc.stats import Snapshot, Statistics
-from dask_gpuipc.wire import WIRE_VERSION, Advertisement, Hello, Leave, Message, Welcome
+from dask_gpuipc.wire import WIRE_VERSION, Advertisement, Hello, Leave, Message
 
 logger = logging.getLogger("distributed.gpuipc")
 
@@ -290,7 +290,6 @@ class Endpoint:
             partial(self._producer_broke, producer),
         )
         self._channels.add(channel)
-        channel.post(Welcome(self.peer))
         self.importer.connect(producer, channel)
 
     def _from_producer(

@@ -43,6 +43,7 @@ from dask_gpuipc.wire import (
     Probe,
     Proof,
     Release,
+    Welcome,
     Withdraw,
 )
 
@@ -228,10 +229,15 @@ class Importer:
             return self._producers.setdefault(peer, Producer(peer))
 
     def connect(self, producer: Producer, channel: Channel) -> None:
-        """Go on with a producer over a new channel: tell what is held, as releases may be lost."""
+        """Welcome a producer on a new channel, and tell what is held, as releases may be lost.
+
+        In this order: at its Welcome a producer announces and answers, and another thread may load
+        from the answer before this one goes on. It must find the channel to drain.
+        """
         with self._lock:
             producer.channel = channel
             held = list(producer.held)
+        channel.post(Welcome(self.peer))
         for i in range(0, max(len(held), 1), MAX_LEASES):
             last = i + MAX_LEASES >= len(held)
             channel.post(Held(tuple(held[i : i + MAX_LEASES]), last))

@@ -43,10 +43,12 @@ from dask_gpuipc.wire import (
     Ask,
     Descriptor,
     Evicted,
+    Held,
     Hello,
     Layout,
     Nack,
     Release,
+    Welcome,
     Withdraw,
     decode,
     encode,
@@ -1541,3 +1543,14 @@ def test_a_transfer_with_no_consumer_only_counts_why():
     snapshot = stats.snapshot(state="", memories=[])
     assert (snapshot.refused, snapshot.sent["bytes"].arrays) == ({"other_node": 1}, 1)
     memory.close()
+
+
+def test_at_its_welcome_a_producer_finds_its_channel_known(alone):
+    seen = []
+
+    class New(Told):
+        def post(self, message):
+            seen.append((type(message), alone.producer.channel is self))
+
+    alone.importer.connect(alone.producer, New())
+    assert seen == [(Welcome, True), (Held, True)]  # another thread may load in between
