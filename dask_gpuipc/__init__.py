@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from dask_gpuipc import sharing
+    from dask_gpuipc.preload import dask_setup, register
     from dask_gpuipc.reports import collect, report, statistics
     from dask_gpuipc.sharing import IPCMemoryHandle, get_ipc_handle
-    from dask_gpuipc.worker_plugin import GPUIPCPlugin, dask_setup
+    from dask_gpuipc.worker_plugin import GPUIPCPlugin
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "collect",
     "dask_setup",
     "get_ipc_handle",
+    "register",
     "report",
     "sharing",
     "statistics",
@@ -35,7 +37,8 @@ __all__ = [
 
 _HOMES: Final = {
     "GPUIPCPlugin": "worker_plugin",
-    "dask_setup": "worker_plugin",
+    "dask_setup": "preload",
+    "register": "preload",
     "statistics": "reports",
     "collect": "reports",
     "report": "reports",

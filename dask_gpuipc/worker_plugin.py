@@ -228,13 +228,3 @@ def _cuda(settings: Settings) -> Memory:
 
 def _nothing() -> None:
     pass
-
-
-async def dask_setup(worker: Any) -> None:
-    """For ``dask worker --preload dask_gpuipc``; on a scheduler, for all of its workers."""
-    if isinstance(worker, Worker):
-        await worker.plugin_add(GPUIPCPlugin(), name=NAME)
-        return
-    from distributed.protocol.pickle import dumps
-
-    await worker.register_worker_plugin(comm=None, plugin=dumps(GPUIPCPlugin()), name=NAME)

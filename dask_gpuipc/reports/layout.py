@@ -53,9 +53,11 @@ def label(names: Mapping[str, str], address: str) -> str:
     return names.get(address) or f"{address.partition('://')[2] or address} (gone)"
 
 
-def matrix(report: Report, workers: Sequence[WorkerRow]) -> list[list[Field]] | None:
+def matrix(
+    report: Report, workers: Sequence[WorkerRow], largest: int | None = LARGEST
+) -> list[list[Field]] | None:
     """Rows are senders, columns are receivers; None with more workers than fit."""
-    if len(workers) > LARGEST:
+    if largest is not None and len(workers) > largest:
         return None
     sent = {(pair.source, pair.target): pair for pair in report.pairs}
     addresses = [worker.address for worker in workers]

@@ -11,7 +11,16 @@ from distributed import Client, Worker
 from dask_gpuipc.errors import Failure, Refusal
 from dask_gpuipc.probe import Fetched, ProbeError, chunk, fetch
 from dask_gpuipc.reports.gather import worker_statistics
-from dask_gpuipc.reports.record import Pace, Paces, Report, WorkerRow, causes, pairs, savings
+from dask_gpuipc.reports.record import (
+    Pace,
+    Paces,
+    Report,
+    WorkerRow,
+    causes,
+    pairs,
+    savings,
+    worker_row,
+)
 
 SMALL: Final = 64 * 2**10
 LARGE: Final = 16 * 2**20
@@ -68,20 +77,7 @@ def _row(address: str, answer: Any) -> WorkerRow:
     if not _good(answer):
         # Most often the package is not installed there.
         answer = {"name": "", "host": "", "numbers": {"state": f"disabled: {answer!r}"}}
-    numbers = answer["numbers"]
-    return WorkerRow(
-        address=address,
-        name=answer["name"],
-        host=answer["host"],
-        state=numbers["state"],
-        memories=tuple(numbers.get("memories", ())),
-        **{
-            name: numbers.get(name, 0)
-            for name in (
-                "leases", "pinned_bytes", "holding", "mappings", "mapped_bytes", "opens", "hits",
-            )
-        },
-    )  # fmt: skip
+    return worker_row(address, answer["name"], answer["host"], answer["numbers"])
 
 
 async def _measure(

@@ -230,6 +230,19 @@ def total(parts: Iterable[Mapping[str, Traffic]]) -> dict[str, Traffic]:
     return {rung: found[rung] for rung in RUNGS if rung in found}
 
 
+def worker_row(address: str, name: str, host: str, numbers: Mapping[str, Any]) -> WorkerRow:
+    """One worker, of its numbers; those that it does not tell are zero."""
+    counts = ("leases", "pinned_bytes", "holding", "mappings", "mapped_bytes", "opens", "hits")
+    return WorkerRow(
+        address,
+        name,
+        host,
+        numbers["state"],
+        tuple(numbers.get("memories", ())),
+        *(numbers.get(count, 0) for count in counts),
+    )
+
+
 def pairs(numbers: Mapping[str, Mapping[str, Any]]) -> tuple[Pair, ...]:
     """What each worker sent to whom; ``numbers`` are those of `dask_gpuipc.statistics`."""
     return tuple(
