@@ -90,6 +90,47 @@ def demo(
 @click.option(
     "--scheduler",
     metavar="ADDRESS",
+    help="Examine a running cluster, pair by pair of its workers, instead of this machine.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@click.option(
+    "--size",
+    metavar="SIZE",
+    callback=_in_bytes,
+    help="Size of the chunks, such as '16 MiB'.  [default: 64 MiB; 256 MiB on a GPU]",
+)
+def doctor(scheduler: str | None, as_json: bool, size: int | None) -> None:
+    """Find out whether handles work, by doing it, and how fast each way is.
+
+    On this machine two worker processes are started, or two for each GPU, and chunks move between
+    them by every rung and as bytes. With --scheduler the workers of a running cluster do so, as
+    they are set up; nothing is registered or changed there. The exit code is 0 if handles work.
+    """
+    import json
+
+    from dask_gpuipc.doctor import examine_cluster, examine_machine
+    from dask_gpuipc.doctor.examine import steps
+    from dask_gpuipc.doctor.machine import gpus
+    from dask_gpuipc.doctor.text import show
+    from dask_gpuipc.terminal import progress, screen
+
+    if scheduler is None:
+        with progress(steps(len(gpus()))) as shown:
+            found = examine_machine(shown, size)
+    else:
+        with _connected(scheduler) as client:
+            found = examine_cluster(client, progress, size)
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        show(found, screen())
+    sys.exit(0 if found.works else 1)
+
+
+@gpuipc.command()
+@click.option(
+    "--scheduler",
+    metavar="ADDRESS",
     help="Of the running cluster, such as tcp://10.0.0.1:8786.  [default: Dask's configuration]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")

@@ -110,7 +110,7 @@ def _aligned(row: list[str], widths: list[int], rights: list[bool], width: int) 
         else [last.rstrip()]
     )
     blank = " " * len(begin)
-    return [(blank if i else begin) + line for i, line in enumerate(lines)]
+    return [((blank if i else begin) + line).rstrip() for i, line in enumerate(lines)]
 
 
 def _text(cell: str | Cell) -> str:

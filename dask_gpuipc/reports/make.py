@@ -22,9 +22,9 @@ from dask_gpuipc.reports.record import (
     worker_row,
 )
 
-SMALL: Final = 64 * 2**10
+SMALL: Final = 2**20
 LARGE: Final = 16 * 2**20
-"""Bytes of the two chunks by which latency and bandwidth are measured."""
+"""Bytes of the two chunks by which latency and bandwidth are measured; both above min-bytes."""
 
 
 def report(client: Client, *, measure: bool = True) -> Any:
@@ -36,7 +36,7 @@ def report(client: Client, *, measure: bool = True) -> Any:
         If it is asynchronous, the result must be awaited.
     measure : bool
         Measure what chunks take by handle and as bytes, between two of the workers, to estimate
-        the time saved. Two chunks, of 64 KiB and of 16 MiB, move there a few times, which takes
+        the time saved. Two chunks, of 1 MiB and of 16 MiB, move there a few times, which takes
         well below a second on idle workers; they show in the numbers of the next report.
 
     Returns
