@@ -39,8 +39,8 @@ REFUSALS: Final[Mapping[Refusal, Explanation]] = {
         "nothing; larger chunks, or a smaller `min-bytes` if you have measured",
     ),
     Refusal.UNSUPPORTED_TYPE: Explanation(
-        "no buffer of it can be shared: text, bytes, pickled Python objects, or an array of a memory "
-        "that is switched off here",
+        "no buffer of it can be shared: text, bytes, pickled Python objects, or an array of a "
+        "memory that is switched off here",
         "nothing; or return arrays from tasks",
     ),
     Refusal.UNSUPPORTED_DTYPE: Explanation(

@@ -15,6 +15,7 @@ object, and one whose handle fails takes the others with it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -39,6 +40,8 @@ from dask_gpuipc.objects import (
     take_apart,
 )
 from dask_gpuipc.wire import Descriptor, decode, encode
+
+logger = logging.getLogger("distributed.gpuipc")
 
 FAMILY: Final = "gpuipc"
 
@@ -230,8 +233,11 @@ def _object(header: Header, frames: list[Any]) -> Any:
     except OpenFailed:
         raise
     except Exception as error:
-        importer.failed(Failure.ERROR, repr(error))
-        raise OpenFailed(Failure.ERROR, f"it could not be rebuilt: {error!r}") from error
+        detail = f"it could not be rebuilt: {error!r}"
+        logger.debug(detail, exc_info=True)
+    # Not within the except: the error's traceback would hold the buffers.
+    importer.failed(Failure.ERROR, detail)
+    raise OpenFailed(Failure.ERROR, detail)
 
 
 def _buffers(importer: Importer, places: Sequence[bytes | str], frames: list[Any]) -> list[Any]:

@@ -128,6 +128,7 @@ class _Preparation:
     def __init__(self, arrays: Sequence[Any]) -> None:
         self.arrays = list(arrays)
         self.final = False
+        self.unproven = self.allocations = ()
 
     async def wait(self) -> None:
         synchronize()
@@ -143,7 +144,7 @@ class DeviceMemory(HostMemory):
     def accepts(self, obj: object) -> bool:
         return type(obj) is DeviceArray
 
-    def prepare(self, arrays: Sequence[Any]) -> Any:
+    def prepare(self, arrays: Sequence[Any], devices: Any = None) -> Any:
         return _Preparation(arrays)
 
     def wrap(self, buffer: Any) -> Any:
