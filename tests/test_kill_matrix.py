@@ -77,11 +77,11 @@ def plain(sites: Sites, cell: Cell) -> str:
 
 
 def in_default_suite(cell: Cell) -> bool:
-    """One step for every way to strike a worker, another one each time; two for the scheduler."""
+    """One step for every way to strike a worker, another one each time."""
     pairs = [(victim, action) for victim, actions in ACTIONS.items() for action in actions]
     turn = pairs.index((cell.victim, cell.action))
     return cell.step == [*STEPS][(3 * turn) % len(STEPS)] and (
-        cell.victim != "scheduler" or cell.action in ("SIGKILL", "SIGSTOP and SIGCONT")
+        cell.victim != "scheduler" or cell.action == "SIGSTOP and SIGCONT"
     )
 
 

@@ -545,3 +545,19 @@ def test_a_release_that_is_lost_before_its_ok_arrives(ok):
     for step in order:
         step()
     machine.teardown()
+
+
+def test_of_an_array_that_was_described_twice_the_unread_lease_ends():
+    """One value that msgpack cannot take has all of a message serialized again."""
+    machine = Directed()
+    machine.makes_arrays(1)
+    assert machine.consumer is not None
+    [source] = machine.sources
+    answer = Answer(machine.exporter.begin(machine.consumer), consumer="read")
+    answer.transfer.export(source.array)
+    machine.load(answer.transfer.export(source.array), source.value)
+    machine.exporter.granted(answer.transfer)
+    machine.settle()
+    assert machine.exporter.leases == 1, "the one that is held"
+    machine.every_array_reads_as_it_should()
+    machine.teardown()
