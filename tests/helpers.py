@@ -119,11 +119,15 @@ class Child:
         # Not join, which waits for a pipe that a process forked there would keep open.
         wait_until(lambda: not self.process.is_alive(), f"the end of process {self.pid}")
 
+    def end(self) -> None:
+        """Have it end in good order, and do not wait for that."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+
     def close(self) -> None:
         if self.process.is_alive():
             self.signal(signal.SIGCONT)
-            with contextlib.suppress(OSError):
-                self._pipe.send(None)
+            self.end()
             self.process.join(LIMIT)
         stuck = self.process.is_alive()
         if stuck:

@@ -35,7 +35,8 @@ _stack = contextlib.ExitStack()
 def begin(directory: str) -> None:
     """Start a test in this process: what is left at its end is a leak."""
     dask.config.set({"gpuipc.socket-directory": directory})
-    _stack.enter_context(leak_check(ignore=["resource_tracker", "forkserver"]))
+    ignore = ["resource_tracker", "forkserver", "gpuipc-cuda"]
+    _stack.enter_context(leak_check(ignore=ignore))
 
 
 def clear() -> None:
@@ -103,6 +104,10 @@ def drop(*names: str) -> None:
     for name in names:
         del here[name]
     gc.collect()
+
+
+def keep_as(name: str, as_: str) -> None:
+    here[as_] = here[name]
 
 
 def same_memory(one: str, other: str) -> bool:

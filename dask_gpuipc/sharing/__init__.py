@@ -21,6 +21,8 @@ have), `serving` and `fetching` (the two sides of a visit), `handles`, `keys`, `
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from dask_gpuipc.sharing.events import IPCEventHandle
 from dask_gpuipc.sharing.handles import IPCMemoryHandle, OpenedArray, get_ipc_handle
 from dask_gpuipc.sharing.keys import allow, close_key, export_key, open_key, set_attributes
@@ -28,10 +30,14 @@ from dask_gpuipc.sharing.node import stop
 from dask_gpuipc.sharing.reductions import init_reductions
 from dask_gpuipc.sharing.segments import sweep
 
+if TYPE_CHECKING:
+    from dask_gpuipc.memory.cuda.pool import Pool
+
 __all__ = [
     "IPCEventHandle",
     "IPCMemoryHandle",
     "OpenedArray",
+    "Pool",
     "allow",
     "close_key",
     "export_key",
@@ -42,3 +48,11 @@ __all__ = [
     "stop",
     "sweep",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Pool":  # with it comes cupy
+        from dask_gpuipc.memory.cuda.pool import Pool
+
+        return Pool
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

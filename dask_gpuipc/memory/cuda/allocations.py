@@ -15,6 +15,7 @@ from dask_gpuipc.memory.base import Allocation, Handle, Pin
 from dask_gpuipc.memory.cuda.copying import dense_strides
 from dask_gpuipc.memory.cuda.device import Device
 from dask_gpuipc.memory.cuda.driver import CudaError
+from dask_gpuipc.memory.cuda.virtual import SLABS, Slab
 from dask_gpuipc.wire import Layout
 
 MAX_KNOWN: Final = 1024
@@ -31,12 +32,16 @@ class _Base:
     address: int
     allocation: Allocation
     exportable: bool
+    slab: Slab | None = None
+    """Of `pool.Pool`; its handle is a descriptor."""
     handle: Handle | None = None
     """None also means that no peer knows of it."""
     pins: int = 0
 
     def freed(self) -> bool:
         """Whether its memory was given back to the driver."""
+        if self.slab is not None:
+            return self.slab.closed
         driver = self.device.driver
         try:
             with self.device.current():
@@ -117,6 +122,10 @@ class Allocations:
 
     def _find(self, device: Device, pointer: int) -> _Base:
         """The base below a pointer, pinned once more."""
+        slab = SLABS.find(pointer)
+        if slab is not None:
+            place = (slab.address, slab.generation, slab.nbytes)
+            return self._known(*place) or self._learn(device, *place, True, slab)
         with device.current():
             address, nbytes = device.driver.address_range(pointer)
             generation = device.driver.buffer_id(address)
@@ -132,7 +141,9 @@ class Allocations:
             base = self._bases.get(self._addresses.get(allocation.id, 0))
         if base is None or base.allocation != allocation:
             raise Refused(Refusal.NOT_EXPORTABLE, f"{allocation} is not pinned here")
-        if base.handle is None:
+        if base.handle is None and base.slab is not None:
+            base.handle = Handle(fds=(base.slab.fd,))
+        elif base.handle is None:
             with base.device.current():
                 base.handle = Handle(base.device.driver.get_handle(base.address))
         return base.handle
@@ -166,7 +177,13 @@ class Allocations:
             return base
 
     def _learn(
-        self, device: Device, address: int, generation: int, nbytes: int, exportable: bool
+        self,
+        device: Device,
+        address: int,
+        generation: int,
+        nbytes: int,
+        exportable: bool,
+        slab: Slab | None = None,
     ) -> _Base:
         """A base new here, or new at its address; pinned once."""
         with self._lock:
@@ -178,7 +195,7 @@ class Allocations:
                 return known  # another thread was quicker
             if known is not None:
                 self._drop(known)
-            base = _Base(device, address, allocation, exportable, pins=1)
+            base = _Base(device, address, allocation, exportable, slab, pins=1)
             self._bases[address] = base
             self._addresses[number] = address
             self._forget(len(self._bases) - self._limit)

@@ -94,6 +94,10 @@ class CudaMapping:
         state = "open" if self._open else "closed"
         return f"<CudaMapping: {self.nbytes} bytes at {self.pointer:#x}, {state}>"
 
+    def address(self, *, writeable: bool) -> int:
+        """Where it is mapped for an array; legacy memory can always be written."""
+        return self.pointer
+
     def close(self) -> None:
         """Have it closed by the device's closing thread, which may take seconds. Idempotent.
 
@@ -105,14 +109,18 @@ class CudaMapping:
             self.device.closer.submit(self._close)
 
     def _close(self) -> None:
-        """`cuIpcCloseMemHandle`, when the context is idle."""
+        """Undo the open, when the context is idle."""
         try:
             self.device.wait_idle()
             BORROWED.remove(self.pointer)
             with self.device.current():
-                self.device.driver.close_handle(self.pointer)
+                self._give_back()
         except CudaError as error:
             logger.debug("%r was left open: %s", self, error)
+
+    def _give_back(self) -> None:
+        """`cuIpcCloseMemHandle`. Context current."""
+        self.device.driver.close_handle(self.pointer)
 
 
 def open_mapping(device: Device, announcement: Announce) -> CudaMapping:
@@ -174,10 +182,14 @@ class Loan:
 
 
 def array_in(mapping: CudaMapping, layout: Layout, dtype: Any, owner: Loan) -> Any:
-    """The ``cupy.ndarray`` of a layout in a mapping, strides and all; calls no CUDA function."""
+    """The ``cupy.ndarray`` of a layout in a mapping, strides and all.
+
+    Calls no CUDA function, but for the first read-only array in a slab; that may be a `CudaError`.
+    """
     import cupy
 
+    address = mapping.address(writeable=layout.writeable)
     # The device is named: asked for the pointer's, CuPy would get the exporter's.
-    memory = cupy.cuda.UnownedMemory(mapping.pointer, mapping.nbytes, owner, mapping.device.ordinal)
+    memory = cupy.cuda.UnownedMemory(address, mapping.nbytes, owner, mapping.device.ordinal)
     start = cupy.cuda.MemoryPointer(memory, layout.offset)
     return cupy.ndarray(layout.shape, dtype, start, layout.strides)

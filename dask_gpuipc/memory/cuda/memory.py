@@ -53,6 +53,7 @@ from dask_gpuipc.memory.cuda.proof import CudaProver
 from dask_gpuipc.memory.cuda.ready import CudaPreparation, Ways
 from dask_gpuipc.memory.cuda.staging import Stage
 from dask_gpuipc.memory.cuda.threads import DaemonExecutor
+from dask_gpuipc.memory.cuda.virtual import SLABS, one_descriptor, open_virtual
 from dask_gpuipc.wire import Announce, Layout
 
 
@@ -178,8 +179,8 @@ class CudaMemory:
             raise as_refused(error) from error
 
     def protects(self, array: Any) -> bool:
-        """Never: legacy IPC has no read-only mode."""
-        return False
+        """Memory of `pool.Pool` only: legacy IPC has no read-only mode."""
+        return SLABS.find(array.data.ptr) is not None
 
     def check_exportable(self, array: Any) -> None:
         """Raise `Refused` if the memory of an array cannot be shared as it is."""
@@ -209,6 +210,8 @@ class CudaMemory:
         try:
             if not announcement.device:
                 return self._maps.open(announcement, fds)
+            if fds:
+                return open_virtual(self._home, announcement, one_descriptor(fds))
             if not self._ipc:
                 raise OpenFailed(Failure.OPEN_FAILED, "gpuipc.cuda.ipc is off here")
             return open_mapping(self._home, announcement)
