@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -54,11 +55,11 @@ def measure(pool: Any, connection: Connection, size: int, rounds: int) -> dict[s
     with cupy.cuda.using_allocator(pool.malloc):
         for _ in range(rounds):
             pool.free_all_blocks()
-            fresh, array = timed(lambda: cupy.empty(size, "u1"))
+            fresh, array = timed(partial(cupy.empty, size, "u1"))
             del array
-            again, array = timed(lambda: cupy.empty(size, "u1"))
+            again, array = timed(partial(cupy.empty, size, "u1"))
             array.fill(1)
-            filled, _ = timed(lambda: array.fill(2))
+            filled, _ = timed(partial(array.fill, 2))
             handle = sharing.get_ipc_handle(array)
             connection.send(handle)
             opened = connection.recv()

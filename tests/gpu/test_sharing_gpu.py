@@ -488,7 +488,7 @@ def close_key(key):
 
 
 def cannot_be_protected(key):
-    with pytest.raises(ValueError, match="sharing[.]Pool"):
+    with pytest.raises(ValueError, match=r"sharing\.Pool"):
         sharing.set_attributes(key, readonly=True)
 
 
