@@ -11,6 +11,8 @@ Four hooks into one worker, each put in place by `Hooks.install` and undone by `
 - ``worker.gather_dep`` is wrapped, to ask once more, as bytes, when a handle could not be opened.
 - ``worker.monitor.get_process_memory`` is wrapped: before Dask looks at the RSS, to spill or pause
   by it, shared pages that need not be in it leave it.
+
+And `p2p` has its two in the process.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
+from distributed.comm.utils import OFFLOAD_THRESHOLD
 from distributed.core import Status
+from distributed.sizeof import safe_sizeof
+from distributed.utils import offload
 from distributed.worker import Worker, get_data_from_worker
 from distributed.worker_state_machine import (
     GatherDepBusyEvent,
@@ -31,11 +36,13 @@ from distributed.worker_state_machine import (
     StateMachineEvent,
 )
 
+from dask_gpuipc import objects, p2p
 from dask_gpuipc.endpoint import Endpoint
 from dask_gpuipc.errors import Failure, OpenFailed, Refusal, Refused, WireError
 from dask_gpuipc.exporter import Consumer, Transfer, current_transfer
 from dask_gpuipc.importer import collecting_failures
 from dask_gpuipc.memory.base import Preparation
+from dask_gpuipc.objects import Parts
 from dask_gpuipc.stats import OTHERS
 from dask_gpuipc.wire import Advertisement, decode, encode
 
@@ -53,8 +60,6 @@ _RECOVERABLE: Final = (GatherDepSuccessEvent, GatherDepNetworkFailureEvent)
 """What an answer in which a handle failed ends as: read to its end, or given up."""
 PREPARED: Final = ("get-data", "gpuipc-prepare", "seconds")
 """In Dask's fine performance metrics: waiting for a peer's channel, and for the device."""
-MAX_LEAVES: Final = 10_000
-"""Objects looked at, in one answer, in search of arrays that must be finished."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -73,6 +78,7 @@ class Hooks:
         self._gather_dep = worker.gather_dep
         self._get_process_memory = worker.monitor.get_process_memory
         self._connection_args = worker.rpc.connection_args
+        self._address = worker.address
         self._installed = False
 
     def install(self) -> None:
@@ -88,6 +94,7 @@ class Hooks:
         worker.gather_dep = self._own_gather_dep  # type: ignore[method-assign]
         worker.monitor.get_process_memory = self._own_get_process_memory  # type: ignore[method-assign]
         worker.rpc.connection_args = self._own_connection_args
+        p2p.install(self._address, functools.partial(self._endpoint.exporter.refuse, Refusal.P2P))
         self._installed = True
         worker.rpc.collect()
 
@@ -96,6 +103,7 @@ class Hooks:
         if not self._installed:
             return
         self._installed = False
+        p2p.remove(self._address)
         worker = self._worker
         if worker.handlers.get("get_data") is self._own_get_data:
             worker.handlers["get_data"] = self._get_data
@@ -123,7 +131,7 @@ class Hooks:
         ) -> Any:
             reason = self._leave_alone(comm, serializers)
             if reason is not None:
-                self._endpoint.stats.refused(reason)
+                self._count_left_alone(keys, reason, who or OTHERS)
                 return await original(comm, keys=keys, who=who, serializers=serializers, **more)
             begin = time.perf_counter()
             transfer = await self._begin(comm, keys, who or OTHERS)
@@ -141,6 +149,16 @@ class Hooks:
 
         return get_data
 
+    def _count_left_alone(self, keys: Collection[Any], reason: Refusal, to: str) -> None:
+        """Count what a request that is left alone moves; nothing is unspilled for it."""
+        exporter, tasks = self._endpoint.exporter, self._worker.state.tasks
+        sizes = [tasks[key].nbytes or 0 for key in keys if key in tasks]
+        large = [nbytes for nbytes in sizes if exporter.is_large(nbytes)]
+        for nbytes in large:
+            exporter.count(reason, nbytes, to)
+        if not large:
+            self._endpoint.stats.refused(reason)
+
     def _leave_alone(self, comm: Any, serializers: list[str] | None) -> Refusal | None:
         if not self._installed:
             return Refusal.STOPPING
@@ -156,7 +174,10 @@ class Hooks:
         try:
             consumer = await self._endpoint.consumer(self._advertised(comm))
             consumer.channel.drain()  # its last releases and denials
-            return exporter.begin(consumer, await self._prepare(consumer, keys), to=to)
+            prepared, parts = await self._prepare(consumer, keys)
+            transfer = exporter.begin(consumer, prepared, to=to)
+            transfer.parts.update((id(part.whole), part) for part in parts)
+            return transfer
         except Refused as refused:
             self._endpoint.stats.notices.tell(refused.reason, refused.detail)
             return exporter.begin(None, reason=refused.reason, to=to)
@@ -176,17 +197,49 @@ class Hooks:
 
     async def _prepare(
         self, consumer: Consumer, keys: Collection[Any]
-    ) -> Mapping[str, Preparation]:
-        """Have the arrays of an answer finished before they are offered.
+    ) -> tuple[Mapping[str, Preparation], list[Parts]]:
+        """Have the arrays of an answer finished before they are offered, those in objects too.
 
         The values are fetched here first, so that what has to be unspilled is also finished. An
         array that turns up later (spilled again in between) is not covered, and goes as bytes.
         """
         if not any(memory.prepares for memory in self._endpoint.memories):
-            return {}
+            return {}, []
         data = self._worker.data
-        leaves = _leaves([data[k] for k in keys if k in data])
-        prepared = self._endpoint.exporter.prepare(consumer, leaves)
+        arrays, others = self._sort(data[k] for k in keys if k in data)
+        parts = await self._take_apart(others)
+        prepared = await self._finish(consumer, arrays, parts)
+        on_device = [part.whole for part in parts if part.device_arrays()]
+        if on_device:
+            # The serializers may have copied what was not finished yet: now it is.
+            parts = [part for part in parts if not part.device_arrays()]
+            parts += await self._take_apart(on_device)
+            prepared = await self._finish(consumer, arrays, parts)
+        return prepared, parts
+
+    def _sort(self, values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+        """Arrays of some memory, and objects that may hold some."""
+        memories = self._endpoint.memories
+        arrays, others = [], []
+        for leaf in objects.leaves(values):
+            if any(memory.accepts(leaf) for memory in memories):
+                arrays.append(leaf)
+            elif not objects.is_atom(leaf) and not objects.is_copied(leaf):
+                others.append(leaf)
+        return arrays, others
+
+    async def _take_apart(self, wholes: list[Any]) -> list[Parts]:
+        take = functools.partial(objects.take_all, wholes, self._endpoint.memories)
+        if OFFLOAD_THRESHOLD and sum(map(safe_sizeof, wholes)) > OFFLOAD_THRESHOLD:
+            parts: list[Parts] = await offload(take)
+            return parts
+        return take()
+
+    async def _finish(
+        self, consumer: Consumer, arrays: list[Any], parts: list[Parts]
+    ) -> Mapping[str, Preparation]:
+        inside = [array for part in parts for array in part.device_arrays()]
+        prepared = self._endpoint.exporter.prepare(consumer, [*arrays, *inside])
         for preparation in prepared.values():
             await preparation.wait()
         return prepared
@@ -267,17 +320,3 @@ def _scheme(address: str) -> str:
     """Of a comm's own address; the accepting side of a web socket tells its host only."""
     scheme, separator, _ = address.partition("://")
     return scheme if separator else "ws"
-
-
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """Objects in lists, tuples, sets and dicts, as Dask's serialization walks them."""
-    stack, seen = list(values), 0
-    while stack and seen < MAX_LEAVES:
-        value = stack.pop()
-        seen += 1
-        if type(value) in (list, tuple, set):
-            stack.extend(value)
-        elif type(value) is dict:
-            stack.extend(value.values())
-        else:
-            yield value

@@ -33,6 +33,8 @@ class Refusal(StrEnum):
     SAME_PROCESS = "same_process"
     NAMED_SERIALIZERS = "named_serializers"
     """The request chose its own serializers; it is left alone."""
+    P2P = "p2p"
+    """A shard of a p2p rechunk or shuffle, which sends messages of its own."""
     NO_COMMON_MEMORY = "no_common_memory"
     OTHER_DEVICE = "other_device"
     """The requester does not open handles of this GPU: its self-test has not passed."""

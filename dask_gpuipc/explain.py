@@ -39,8 +39,9 @@ REFUSALS: Final[Mapping[Refusal, Explanation]] = {
         "nothing; larger chunks, or a smaller `min-bytes` if you have measured",
     ),
     Refusal.UNSUPPORTED_TYPE: Explanation(
-        "not exactly a `numpy.ndarray` or `cupy.ndarray`, or of a memory that is switched off here",
-        "nothing; or return plain arrays from tasks",
+        "no buffer of it can be shared: text, bytes, pickled Python objects, or an array of a "
+        "memory that is switched off here",
+        "nothing; or return arrays from tasks",
     ),
     Refusal.UNSUPPORTED_DTYPE: Explanation(
         "the dtype holds Python objects or cannot be described", "use a plain dtype"
@@ -77,6 +78,10 @@ REFUSALS: Final[Mapping[Refusal, Explanation]] = {
         "the request chose its serializers: somebody else's code, or a worker that asks again "
         "after a failed open",
         "look at `failed` on the other workers",
+    ),
+    Refusal.P2P: Explanation(
+        "a shard of a p2p rechunk or shuffle, which sends messages of its own",
+        "set `array.rechunk.method` to `tasks`, on the client, to have its chunks go by handle",
     ),
     Refusal.NO_COMMON_MEMORY: Explanation(
         "the other worker does not share this kind of memory",

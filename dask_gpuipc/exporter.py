@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import replace
@@ -115,16 +115,59 @@ class Transfer:
         self.prepared = prepared
         self.reason = reason
         self.to = to
+        self.parts: dict[int, Any] = {}
+        """Objects that were taken apart beforehand, by their identity; see `objects`."""
 
     def __repr__(self) -> str:
         state = f"refused, {self.reason}" if self.reason else f"to {self.consumer!r}"
         return f"<Transfer {self.number} {state}>"
 
+    @property
+    def memories(self) -> Sequence[Memory]:
+        """The exporter's, in the order in which they are asked."""
+        return self._exporter.memories
+
+    def takes(self, obj: Any) -> bool:
+        """Whether an object is an array of some memory here."""
+        return any(memory.accepts(obj) for memory in self.memories)
+
     def export(
-        self, obj: Any, *, readonly: bool = False, ended: Callable[[], None] | None = None
+        self,
+        obj: Any,
+        *,
+        readonly: bool = False,
+        ended: Callable[[], None] | None = None,
+        source: Hashable | None = None,
+        rung: Rung | None = None,
     ) -> Descriptor:
-        """A descriptor for an array of any memory; raises `Refused`."""
-        return self._exporter.export(self, obj, readonly=readonly, ended=ended)
+        """A descriptor for an array of any memory; raises `Refused`. See `Exporter.export`."""
+        return self._exporter.export(
+            self, obj, readonly=readonly, ended=ended, source=source, rung=rung
+        )
+
+    def retract(self, descriptors: Iterable[Descriptor]) -> None:
+        """End leases whose descriptors will not be sent."""
+        self._exporter.retract(descriptors)
+
+    def admit(self) -> Consumer:
+        """The consumer, if it may be offered anything now; raises `Refused`, uncounted."""
+        return self._exporter.admit(self)
+
+    def min_bytes(self, kind: str) -> int:
+        """Bytes below which a buffer of a memory is not worth a handle."""
+        return self._exporter.min_bytes(kind)
+
+    def is_large(self, nbytes: int) -> bool:
+        """Whether what goes as bytes is large enough for a handle in host memory."""
+        return self._exporter.is_large(nbytes)
+
+    def refuse(self, reason: Refusal, nbytes: int, detail: str = "") -> None:
+        """`count`, if it is large."""
+        self._exporter.refuse(reason, nbytes, self.to, detail)
+
+    def count(self, reason: Refusal, nbytes: int, detail: str = "") -> None:
+        """Count what goes as bytes, and why."""
+        self._exporter.count(reason, nbytes, self.to, detail)
 
 
 class Exporter:
@@ -419,6 +462,7 @@ class Exporter:
         """
         self._handle(lease.Failed(transfer.number))
         transfer.prepared = {}
+        transfer.parts.clear()
 
     def export(
         self,
@@ -427,6 +471,8 @@ class Exporter:
         *,
         readonly: bool = False,
         ended: Callable[[], None] | None = None,
+        source: Hashable | None = None,
+        rung: Rung | None = None,
     ) -> Descriptor:
         """Pin an array, announce its allocation if need be, and offer a lease on it.
 
@@ -437,6 +483,11 @@ class Exporter:
         ended : callable, optional
             Called once when the pin is released, on any thread; also where it ends in a refusal
             after the pin was made.
+        source : hashable, optional
+            Tells it from others of the transfer, instead of its identity: one that comes twice
+            shows that a message was written twice.
+        rung : Rung, optional
+            Instead of the memory's usual one.
 
         Raises
         ------
@@ -453,10 +504,11 @@ class Exporter:
                 self._stats.refused(refused.reason, refused.detail)
             raise
         try:
-            descriptor = self._export(transfer, memory, obj, readonly, ended)
+            descriptor = self._export(
+                transfer, memory, obj, readonly, ended, source or id(obj), rung
+            )
         except Refused as refused:
-            self._stats.refused(refused.reason, refused.detail)
-            self._stats.sent(Rung.BYTES.value, nbytes, transfer.to)
+            self.count(refused.reason, nbytes, transfer.to, refused.detail)
             raise
         except Exception as error:
             # Whatever else dumps raised would leave the task pending for ever.
@@ -465,6 +517,34 @@ class Exporter:
             raise Refused(Refusal.ERROR, repr(error)) from error
         self._stats.sent(descriptor.rung, nbytes, transfer.to)
         return descriptor
+
+    @property
+    def memories(self) -> Sequence[Memory]:
+        """The memories here, in the order in which they are asked."""
+        return tuple(self._memories.values())
+
+    def min_bytes(self, kind: str) -> int:
+        """Bytes below which arrays of a memory go as bytes."""
+        return self._min_bytes.get(kind, self._smallest)
+
+    def retract(self, descriptors: Iterable[Descriptor]) -> None:
+        """End leases whose descriptors will not be sent."""
+        for descriptor in descriptors:
+            self._handle(lease.Released(descriptor.consumer, (descriptor.lease,)))
+
+    def is_large(self, nbytes: int) -> bool:
+        """Whether what goes as bytes is large enough for a handle in host memory."""
+        return nbytes >= self.min_bytes("host")
+
+    def refuse(self, reason: Refusal, nbytes: int, to: str = OTHERS, detail: str = "") -> None:
+        """`count`, if it is large."""
+        if self.is_large(nbytes):
+            self.count(reason, nbytes, to, detail)
+
+    def count(self, reason: Refusal, nbytes: int, to: str = OTHERS, detail: str = "") -> None:
+        """Count what goes as bytes, and why."""
+        self._stats.refused(reason, detail)
+        self._stats.sent(Rung.BYTES.value, nbytes, to)
 
     def _memory_of(self, obj: Any) -> Memory:
         for memory in self._memories.values():
@@ -486,6 +566,8 @@ class Exporter:
         array: Any,
         readonly: bool,
         ended: Callable[[], None] | None,
+        source: Hashable,
+        rung: Rung | None,
     ) -> Descriptor:
         consumer = self._admit(transfer, memory, array)
         pin = memory.pin(array, transfer.prepared.get(memory.kind))
@@ -504,7 +586,7 @@ class Exporter:
                 pin,
                 (memory.kind, *pin.block),
                 pin.nbytes,
-                id(array),
+                source,
                 memory.kind,
             )
         )
@@ -513,14 +595,15 @@ class Exporter:
             consumer=consumer.peer,
             transfer=transfer.number,
             lease=number,
-            rung=(pin.rung or self._rungs[memory.kind]).value,
+            rung=(pin.rung or rung or self._rungs[memory.kind]).value,
             memory=memory.kind,
             allocation=pin.allocation.id,
             generation=pin.allocation.generation,
             layout=replace(pin.layout, writeable=False) if readonly else pin.layout,
         )
 
-    def _admit(self, transfer: Transfer, memory: Memory, array: Any) -> Consumer:
+    def admit(self, transfer: Transfer) -> Consumer:
+        """The consumer of a transfer, if it may be offered anything now; raises `Refused`."""
         consumer = transfer.consumer
         if transfer.reason is not None or consumer is None:
             raise Refused(transfer.reason or Refusal.NO_ADVERTISEMENT)
@@ -528,6 +611,10 @@ class Exporter:
             raise Refused(Refusal.STOPPING)
         if consumer.left or not consumer.channel.usable:
             raise Refused(Refusal.PEER_LEFT)
+        return consumer
+
+    def _admit(self, transfer: Transfer, memory: Memory, array: Any) -> Consumer:
+        consumer = self.admit(transfer)
         if memory.kind not in consumer.them.memories:
             raise Refused(Refusal.NO_COMMON_MEMORY, memory.kind)
         if memory.pin_copies(array):  # which would be for nothing without room for it

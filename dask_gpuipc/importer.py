@@ -415,24 +415,44 @@ class Importer:
         """The roots of all arrays here that hold a lease; each keeps its lease while it lives."""
         return list(self._owners)
 
-    def owned(self, obj: Any, producer: str) -> Any:
+    @property
+    def memories(self) -> Sequence[Memory]:
+        """The memories here, in the order in which they are asked."""
+        return tuple(self._memories.values())
+
+    def memory(self, kind: str) -> Memory:
+        """The memory of a kind; raises `OpenFailed` if it is not shared here."""
+        memory = self._memories.get(kind)
+        if memory is None:
+            raise OpenFailed(Failure.MALFORMED, f"{kind!r} memory; here are {list(self._memories)}")
+        return memory
+
+    def failed(self, reason: Failure, detail: str) -> None:
+        """Count an object that could not be made of what was loaded."""
+        self._stats.failed(reason, detail)
+
+    def owned(self, obj: Any, producer: str, other: Callable[[Any], Any] = lambda obj: obj) -> Any:
         """An object without the memory of a producer in it: arrays of it are replaced by copies.
 
-        Looks into lists, tuples and dicts. Returns the same object if there is
-        nothing to replace.
+        Looks into lists, tuples and dicts; ``other`` is asked about whatever else is no array.
+        Returns the same object if there is nothing to replace.
         """
         if type(obj) in (list, tuple):
-            new = [self.owned(x, producer) for x in obj]
+            new = [self.owned(x, producer, other) for x in obj]
             changed = any(a is not b for a, b in zip(new, obj, strict=True))
             return type(obj)(new) if changed else obj
         if type(obj) is dict:
-            items = {k: self.owned(v, producer) for k, v in obj.items()}
+            items = {k: self.owned(v, producer, other) for k, v in obj.items()}
             return items if any(items[k] is not obj[k] for k in obj) else obj
         for memory in self._memories.values():
-            owner = memory.owner_of(obj) if memory.accepts(obj) else None
-            if owner is not None and self._owners.get(owner) == producer:
-                return memory.own(obj)
-        return obj
+            if memory.accepts(obj):
+                return memory.own(obj) if self.lent(memory, obj, producer) else obj
+        return other(obj)
+
+    def lent(self, memory: Memory, array: Any, producer: str) -> bool:
+        """Whether an array lies in memory of a producer."""
+        owner = memory.owner_of(array)
+        return owner is not None and self._owners.get(owner) == producer
 
     def _take(self, producer: Producer, descriptor: Descriptor) -> _Entry:
         place = (descriptor.memory, descriptor.allocation, descriptor.generation)

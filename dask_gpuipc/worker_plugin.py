@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from distributed import Worker, WorkerPlugin
 
-from dask_gpuipc import serialize
+from dask_gpuipc import objects, serialize
 from dask_gpuipc.comm import Hooks
 from dask_gpuipc.config import Settings, Size, parse_min_bytes, parse_transfer
 from dask_gpuipc.endpoint import Endpoint
@@ -178,7 +178,7 @@ async def _copy_held(worker: Worker, endpoint: Endpoint, producer: str) -> None:
     data = getattr(worker.data, "memory", worker.data)  # what is spilled is no array now
     for key in list(data):
         value = data.get(key)
-        own = await asyncio.to_thread(endpoint.importer.owned, value, producer)
+        own = await asyncio.to_thread(objects.owned, endpoint.importer, value, producer)
         if own is not value and data.get(key) is value:
             worker.data[key] = own
         del value, own

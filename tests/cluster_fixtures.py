@@ -17,7 +17,7 @@ import os
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,6 +73,15 @@ def arrays(client: Client, direction: str, rung: str) -> int:
     """Arrays that the whole cluster sent or received by a rung."""
     found = dask_gpuipc.statistics(client).values()
     return sum(s[direction].get(rung, {"arrays": 0})["arrays"] for s in found)
+
+
+def moved(client: Client) -> Counter[str]:
+    """Bytes that the whole cluster sent, by rung."""
+    found: Counter[str] = Counter()
+    for stats in dask_gpuipc.statistics(client).values():
+        for rung, traffic in stats["sent"].items():
+            found[rung] += traffic["bytes"]
+    return found
 
 
 def refused(client: Client, reason: str) -> int:

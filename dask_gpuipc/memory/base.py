@@ -176,6 +176,19 @@ class Memory(Protocol):
         ``devices`` are those whose handles the peer opens, as far as is known; None is all.
         """
 
+    def wrap(self, buffer: Any) -> Any | None:
+        """An array of bytes over a foreign buffer of this memory, without a copy.
+
+        One axis of ``u1``; it keeps the buffer. None where the buffer is of another kind, or not
+        contiguous; host memory takes no empty ones.
+        """
+
+    def download(self, array: Any) -> memoryview:
+        """The bytes of an array of bytes, on the host."""
+
+    def upload(self, data: Any) -> Any:
+        """An array of bytes in this process's own memory, with a copy of host bytes."""
+
     def pin_copies(self, array: Any) -> bool:
         """Whether `pin` would make a copy of this array now."""
 

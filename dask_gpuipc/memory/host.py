@@ -33,6 +33,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pickle import PickleBuffer
 from typing import Any, Final
 
 import numpy as np
@@ -246,6 +247,22 @@ class HostMemory:
         """Host arrays are always finished."""
         return None
 
+    def wrap(self, buffer: Any) -> np.ndarray[Any, Any] | None:
+        """Over whatever has Python's buffer protocol and is contiguous, in either order."""
+        try:
+            raw = PickleBuffer(buffer).raw()
+        except (TypeError, BufferError, ValueError):
+            return None
+        return np.frombuffer(raw, np.uint8) if raw.nbytes else None
+
+    def download(self, array: np.ndarray[Any, Any]) -> memoryview:
+        """The same bytes."""
+        return array.data
+
+    def upload(self, data: Any) -> np.ndarray[Any, Any]:
+        """A copy on the heap."""
+        return np.frombuffer(data, np.uint8).copy()
+
     def pin(self, array: np.ndarray[Any, Any], prepared: Preparation | None) -> Pin:
         """Copy an array into a slot, or find the slot that already holds a copy of it.
 
@@ -420,8 +437,8 @@ class HostMemory:
     def owner_of(self, array: np.ndarray[Any, Any]) -> Any | None:
         """The mapped pages below an array."""
         base: Any = array
-        while isinstance(base, np.ndarray):
-            base = base.base
+        while isinstance(base, (np.ndarray, memoryview)):
+            base = base.base if isinstance(base, np.ndarray) else base.obj
         return base if isinstance(base, _Block) else None
 
     def own(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -174,6 +174,18 @@ class FaultyMemory:
         """As the inner one."""
         return self._faults.run("prepare", partial(self.inner.prepare, arrays, devices))
 
+    def wrap(self, buffer: Any) -> Any | None:
+        """As the inner one."""
+        return self._faults.run("wrap", partial(self.inner.wrap, buffer))
+
+    def download(self, array: Any) -> memoryview:
+        """As the inner one."""
+        return self._faults.run("download", partial(self.inner.download, array))
+
+    def upload(self, data: Any) -> Any:
+        """As the inner one."""
+        return self._faults.run("upload", partial(self.inner.upload, data))
+
     def pin_copies(self, array: Any) -> bool:
         """As the inner one."""
         return self._faults.run("pin_copies", partial(self.inner.pin_copies, array))

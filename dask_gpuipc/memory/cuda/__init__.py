@@ -21,8 +21,9 @@ The rules of the driver that everything in here follows
   made: pins are refused, opens fail, closes do nothing.
 
 Rooms: `driver` (the API, typed, errors translated once), `device` (a context: order, marks, idle),
-`threads` (the thread that waits), `copying` (device to device), `ready` (finished before offered),
-`allocations` (exporter's side), `mappings` (importer's side), `memory` (the `Memory` itself).
+`threads` (the thread that waits), `copying` (device to device), `buffers` (other libraries'),
+`ready` (finished before offered), `allocations` (exporter's side), `mappings` (importer's side),
+`memory` (the `Memory` itself).
 """
 
 from __future__ import annotations

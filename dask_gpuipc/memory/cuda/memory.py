@@ -31,6 +31,7 @@ from dask_gpuipc.memory.base import (
     Prover,
     Rung,
 )
+from dask_gpuipc.memory.cuda import buffers
 from dask_gpuipc.memory.cuda.allocations import Allocations
 from dask_gpuipc.memory.cuda.copying import private_copy, upload
 from dask_gpuipc.memory.cuda.device import Device
@@ -161,6 +162,24 @@ class CudaMemory:
         """
         mine = [array for array in arrays if self.accepts(array)]
         return CudaPreparation(self._ways, mine, devices) if mine else None
+
+    def wrap(self, buffer: Any) -> Any | None:
+        """Over whatever has ``__cuda_array_interface__``; see `buffers.wrap`."""
+        if self.disabled is not None:
+            return None
+        return buffers.wrap(buffer)
+
+    def download(self, array: Any) -> memoryview:
+        """Wait for the copy to the host; the array must be finished."""
+        return buffers.download(array)
+
+    def upload(self, data: Any) -> Any:
+        """On the device on which plain Dask would put it; raises `OpenFailed`."""
+        try:
+            with self._driver.cupy_errors("upload"):
+                return buffers.upload(data)
+        except CudaError as error:
+            raise as_open_failed(error) from error
 
     def pin_copies(self, array: Any) -> bool:
         """Never: what has to be copied was copied in `prepare`."""
