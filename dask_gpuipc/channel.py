@@ -397,6 +397,9 @@ async def dial(
     Returns the connected socket. Raises `ChannelError` when that takes longer than ``timeout``
     seconds, the socket cannot be reached, or the process behind it is not the one that advertised.
     """
+    if not os.path.isabs(them.socket_path) or "\0" in them.socket_path:
+        # A zero at the front would name an abstract socket, which anybody may have made.
+        raise ChannelBroken(f"{them.socket_path!r} is not the absolute path of a socket")
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     except OSError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import json
 import os
 import signal
@@ -26,7 +27,6 @@ from typing import Any, Final
 from unittest import mock
 
 import dask
-import numpy as np
 import psutil
 from cluster_fixtures import left_in_process
 from distributed import Client, Nanny, Worker, rpc
@@ -89,13 +89,14 @@ def cells() -> list[Cell]:
 class StepPlugin(GPUIPCPlugin):
     """The plugin with a gate at one step, and poison in all that is recycled."""
 
-    def __init__(self, step: str, path: str) -> None:
-        super().__init__()
+    def __init__(self, step: str, path: str, transfer: str = "auto") -> None:
+        super().__init__(transfer=transfer)
+        self.arguments = step, path, transfer
         self.step, self.path = step, path
         self._stack = contextlib.ExitStack()
 
     def __reduce__(self) -> Any:
-        return type(self), (self.step, self.path)
+        return type(self), self.arguments
 
     def make_memories(self, settings: Settings) -> list[Memory]:
         gate = Gate(self.path)
@@ -116,21 +117,23 @@ def faults(step: str, gate: Gate) -> list[Fault]:
         "between the offer and the write": [Fault("pin", first=3, hold=gate)],
         "before the OK": [Fault("load", first=3, hold=gate)],
         "while releases are queued": [
-            Fault("fence", times=None, change=lambda _: passes_after(gate))
+            Fault("fence", times=None, change=partial(passes_after, gate))
         ],
     }.get(step, [])
 
 
-def passes_after(gate: Gate) -> Future[None]:
-    """A fence that passes when the gate opens; the event loop runs on meanwhile."""
-    fence: Future[None] = Future()
+def passes_after(gate: Gate, fence: Future[None] | None) -> Future[None]:
+    """A fence that passes when the gate opens too; the event loop runs on meanwhile."""
+    both: Future[None] = Future()
 
     def wait() -> None:
         gate.wait(LIMIT)
-        fence.set_result(None)
+        if fence is not None:
+            fence.result(LIMIT)
+        both.set_result(None)
 
     threading.Thread(target=wait, daemon=True).start()
-    return fence
+    return both
 
 
 def held_copies(gate: Gate) -> Any:
@@ -143,18 +146,23 @@ def held_copies(gate: Gate) -> Any:
     return mock.patch.object(Arena, "write", held)
 
 
-def make(seed: int, count: int = 2) -> list[np.ndarray]:
-    return [np.arange(ELEMENTS, dtype="i8") * (i + 3) + seed for i in range(count)]
+def library() -> Any:
+    """NumPy; in the workers of a `Site` for CuPy, that."""
+    return importlib.import_module(os.environ.get("KILL_CELLS_LIBRARY", "numpy"))
 
 
-def follow(xs: list[np.ndarray], gate: Gate | None = None) -> list[np.ndarray]:
+def make(seed: int, count: int = 2) -> list[Any]:
+    return [library().arange(ELEMENTS, dtype="i8") * (i + 3) + seed for i in range(count)]
+
+
+def follow(xs: list[Any], gate: Gate | None = None) -> list[Any]:
     """Views of what was received, and something of its own."""
     if gate is not None:
         gate.wait(LIMIT)
     return [xs[0][::2], xs[1][5:], xs[0] + xs[1]]
 
 
-def total(xs: list[np.ndarray]) -> list[int]:
+def total(xs: list[Any]) -> list[int]:
     return [int(x.sum()) for x in xs]
 
 
@@ -192,7 +200,7 @@ def state_of(dask_worker: Worker) -> dict[str, Any]:
 
 def handles_of(dask_worker: Worker) -> int:
     sent = dask_worker.plugins["gpuipc"].snapshot().sent
-    return sent["share"].arrays if "share" in sent else 0
+    return sum(traffic.arrays for rung, traffic in sent.items() if rung != "bytes")
 
 
 async def comes(condition: Callable[[], Awaitable[bool]], what: Callable[[], str]) -> None:
@@ -211,8 +219,9 @@ class Site:
 
     NAMES: Final = ("producer", "consumer", "third")
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, library: str = "numpy") -> None:
         self.directory = directory
+        self.library = library
         self.nannies: dict[str, Nanny] = {}
         self.stack = contextlib.AsyncExitStack()
 
@@ -261,6 +270,7 @@ class Site:
                 "DASK_DISTRIBUTED__COMM__OFFLOAD": "1",
                 "DASK_GPUIPC__HOST__ARENA_SIZE": "4 MiB",
                 "DASK_GPUIPC__SOCKET_DIRECTORY": self.directory,
+                "KILL_CELLS_LIBRARY": self.library,
             },
         )
 
@@ -442,7 +452,9 @@ async def run_cell(site: Site, cell: Cell, plugin: bool = True) -> str:
     """What the workflow gave: ``result``, or the name of the error; asserts all the rest."""
     path = os.path.join(site.directory, f"gate-{os.urandom(4).hex()}")
     if plugin:
-        await site.client.register_plugin(StepPlugin(cell.step, path))
+        # CuPy: shared, or no lease would last as long as its array
+        transfer = "auto" if site.library == "numpy" else "share"
+        await site.client.register_plugin(StepPlugin(cell.step, path, transfer))
     await send(site, "producer", "consumer", seed=1)
     with Keeper(path) as keeper:
         struck = Struck(site, cell, keeper)
@@ -558,3 +570,39 @@ def check_folders(site: Site) -> None:
 def short_directory() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="gpuipc-kill-") as directory:
         yield directory
+
+
+class Sites:
+    """One site for as many cells as it survives, on one event loop."""
+
+    def __init__(self, directory: str, library: str = "numpy") -> None:
+        self.directory = directory
+        self.library = library
+        self.runner = asyncio.Runner()
+        self.runner.get_loop()  # makes the loop, and its sockets, now
+        self.site: Site | None = None
+        self.plain: dict[Cell, str] = {}
+
+    def run(self, cell: Cell, plugin: bool = True) -> str:
+        return self.runner.run(self._run(cell, plugin))
+
+    async def _run(self, cell: Cell, plugin: bool) -> str:
+        if self.site is None:
+            self.site = await Site(self.directory, self.library).start()
+        try:
+            outcome = await run_cell(self.site, cell, plugin)
+        except BaseException:
+            await self._drop()
+            raise
+        if outcome != "result":
+            await self._drop()
+        return outcome
+
+    async def _drop(self) -> None:
+        site, self.site = self.site, None
+        if site is not None:
+            await site.close()
+
+    def close(self) -> None:
+        self.runner.run(self._drop())
+        self.runner.close()

@@ -417,6 +417,26 @@ def test_dialling_what_is_not_there_fails(short_path):
     run(main())
 
 
+@pytest.mark.parametrize("path", ["\0abstract", "relative/s", "", "/with\0zero"])
+def test_only_an_absolute_path_is_dialled(short_path, path):
+    """An abstract socket is in no directory of ours: any user can make one."""
+
+    async def main():
+        with (
+            listening(short_path) as consumer,
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as abstract,
+        ):
+            abstract.bind("\0abstract")
+            abstract.listen()
+            abstract.setblocking(False)
+            with pytest.raises(ChannelBroken, match="absolute path"):
+                await consumer.dial(socket_path=path)
+            with pytest.raises(BlockingIOError):
+                abstract.accept()
+
+    run(main())
+
+
 def test_dialling_who_does_not_answer_ends_in_time(short_path):
     async def main():
         with (

@@ -7,50 +7,14 @@ carry the marker ``stress``.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_cells import ACTIONS, KILLS, STEPS, Cell, Site, cells, run_cell, short_directory
+from kill_cells import ACTIONS, KILLS, STEPS, Cell, Sites, cells, short_directory
 
 pytestmark = pytest.mark.matrix
-
-
-class Sites:
-    """One site for as many cells as it survives, on one event loop."""
-
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
-        self.runner = asyncio.Runner()
-        self.runner.get_loop()  # makes the loop, and its sockets, now
-        self.site: Site | None = None
-        self.plain: dict[Cell, str] = {}
-
-    def run(self, cell: Cell, plugin: bool = True) -> str:
-        return self.runner.run(self._run(cell, plugin))
-
-    async def _run(self, cell: Cell, plugin: bool) -> str:
-        if self.site is None:
-            self.site = await Site(self.directory).start()
-        try:
-            outcome = await run_cell(self.site, cell, plugin)
-        except BaseException:
-            await self._drop()
-            raise
-        if outcome != "result":
-            await self._drop()
-        return outcome
-
-    async def _drop(self) -> None:
-        site, self.site = self.site, None
-        if site is not None:
-            await site.close()
-
-    def close(self) -> None:
-        self.runner.run(self._drop())
-        self.runner.close()
 
 
 @pytest.fixture(scope="module")
