@@ -384,6 +384,19 @@ def test_another_array_with_the_same_id_is_copied(memory):
     assert arenas(memory)[0].live == 0
 
 
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.T, lambda x: x[::2, 1::3]])
+def test_values_that_were_changed_in_place_are_copied_again(memory, view):
+    """A task may return the input that it wrote into: the same object, with other bytes."""
+    array = view(np.arange(6000).reshape(60, 100))
+    with pinned(memory, array) as [before]:
+        old, array[-1, -1] = array.copy(), -1
+        with pinned(memory, array, array) as [after, again]:
+            assert (load(memory, before) == old).all()
+            assert (load(memory, after) == array).all()
+            assert again.block == after.block != before.block, "and once more is once"
+    assert arenas(memory)[0].live == 0
+
+
 def test_an_array_that_was_changed_in_place_is_copied_again(memory):
     array = np.arange(1000)
     with pinned(memory, array) as [before]:

@@ -128,6 +128,17 @@ def test_a_receiver_writes_into_its_own_copy_only(shared: Client) -> None:
     assert arrays(shared, "sent", "share") >= 2
 
 
+def test_what_its_owner_changed_in_place_is_sent_as_it_is_now(shared: Client) -> None:
+    """The result of a task is its input, written into, while the first bytes are still leased."""
+    a, b, c = addresses(shared)
+    source = shared.submit(make, workers=[a], pure=False)
+    held = move(shared, source, c)
+    changed = move(shared, source, a, overwrite, -1)
+    assert shared.submit(lambda x: bool((x == -1).all()), changed, workers=[b]).result()
+    assert move(shared, held, c, same, LARGE, 0).result()
+    assert arrays(shared, "sent", "share") == 2
+
+
 def test_recycled_slots_never_show_through(shared: Client) -> None:
     """A slot is used again and again while other imports of its arena are held."""
     a, b, _ = addresses(shared)

@@ -64,6 +64,7 @@ PUNCH_HOLE: Final = 0x01 | 0x02
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -120,6 +121,13 @@ class Arena:
         # As an argument of ndarray, the map could be closed below the view: this holds it open.
         whole = np.frombuffer(self._map, np.uint8)
         return np.ndarray(layout.shape, dtype, whole, layout.offset, layout.strides)
+
+    def holds(self, offset: int, array: np.ndarray[Any, Any]) -> bool:
+        """Whether a slot has the bytes that `write` would put there. The slot must be in use."""
+        contiguous = array.flags.c_contiguous or array.flags.f_contiguous
+        data = flat(array if contiguous else np.ascontiguousarray(array))
+        held: np.ndarray[Any, Any] = np.ndarray(data.shape, data.dtype, self._map, offset)
+        return not _libc.memcmp(held.ctypes.data, data.ctypes.data, data.nbytes)
 
     def unmap_pages(self) -> None:
         """Drop the pages from this process's RSS; their bytes stay in the memfd."""
@@ -267,12 +275,15 @@ class HostMemory:
         """Copy an array into a slot, or find the slot that already holds a copy of it.
 
         A live array that is exported again while a lease on its copy lives shares that copy: a
-        chunk that is fetched by many workers is copied once.
+        chunk that is fetched by many workers is copied once. Not if it was changed in place since.
         """
         dtype = encode_dtype(array.dtype)
         with self._lock:
             self._last_use = self._clock()
             slot = self._reuse(array, dtype)
+        if slot is not None and not self._still_holds(slot, array):
+            self._release(slot)
+            slot = None
         if slot is None:
             slot = self._fill(array, dtype, _writeable(array))
         return Pin(
@@ -320,6 +331,13 @@ class HostMemory:
             return None
         slot.uses += 1
         return slot
+
+    def _still_holds(self, slot: _Slot, array: np.ndarray[Any, Any]) -> bool:
+        """Whether a slot's bytes are the array's; looking takes no longer than a copy would."""
+        same = slot.arena.holds(slot.offset, _without_broadcast(array))
+        with self._lock:
+            self._resident = True  # its pages were touched: under pressure they leave again
+        return same
 
     def _fill(self, array: np.ndarray[Any, Any], dtype: str, writeable: bool) -> _Slot:
         solid = _without_broadcast(array)
