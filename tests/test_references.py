@@ -7,6 +7,7 @@ memory is poisoned the moment that it is recycled.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -255,25 +256,31 @@ def test_cancelled_tasks_release_what_they_read_when_they_end(
 
 
 def elsewhere(x: np.ndarray, not_here: str) -> bool:
-    if get_worker().address == not_here:
+    """On one worker: pause it, and go elsewhere.
+
+    From within the task, so that the scheduler hears of the pause before it places the task anew: a
+    paused worker would never begin a task that was on its way to it.
+    """
+    worker = get_worker()
+    if worker.address == not_here:
+        asyncio.run_coroutine_threadsafe(pause(worker), worker.loop.asyncio_loop).result(30)  # type: ignore[attr-defined]
         raise Reschedule
     return same(x, LARGE, 0)
+
+
+async def pause(worker: Worker) -> None:
+    worker.status = Status.paused
 
 
 def test_rescheduled_tasks(shared: Client) -> None:
     a, b, _ = addresses(shared)
     source = shared.submit(make, workers=[a], pure=False)
     future = shared.submit(elsewhere, source, b, workers=[b], allow_other_workers=True, pure=False)
-    until(lambda: arrays(shared, "received", "share") >= 1, "the first try")
-    shared.run(pause, workers=[b])
     try:
         assert future.result(timeout=30)
+        assert arrays(shared, "received", "share") >= 1, "the first try was on another worker"
     finally:
         shared.run(unpause, workers=[b])
-
-
-def pause(dask_worker: Worker) -> None:
-    dask_worker.status = Status.paused
 
 
 def unpause(dask_worker: Worker) -> None:
