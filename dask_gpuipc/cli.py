@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -33,6 +33,11 @@ def _in_bytes(_ctx: click.Context, _param: click.Parameter, text: str | None) ->
         raise click.BadParameter(
             f"{text!r} is not a size; write it as '256 MiB', or as a number of bytes"
         ) from error
+
+
+_json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object instead."
+)
 
 
 @gpuipc.command()
@@ -92,7 +97,7 @@ def demo(
     metavar="ADDRESS",
     help="Examine a running cluster, pair by pair of its workers, instead of this machine.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@_json_option
 @click.option(
     "--size",
     metavar="SIZE",
@@ -106,13 +111,11 @@ def doctor(scheduler: str | None, as_json: bool, size: int | None) -> None:
     them by every rung and as bytes. With --scheduler the workers of a running cluster do so, as
     they are set up; nothing is registered or changed there. The exit code is 0 if handles work.
     """
-    import json
-
     from dask_gpuipc.doctor import examine_cluster, examine_machine
     from dask_gpuipc.doctor.examine import steps
     from dask_gpuipc.doctor.machine import gpus
     from dask_gpuipc.doctor.text import show
-    from dask_gpuipc.terminal import progress, screen
+    from dask_gpuipc.terminal import progress
 
     if scheduler is None:
         with progress(steps(len(gpus()))) as shown:
@@ -120,10 +123,7 @@ def doctor(scheduler: str | None, as_json: bool, size: int | None) -> None:
     else:
         with _connected(scheduler) as client:
             found = examine_cluster(client, progress, size)
-    if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=2))
-    else:
-        show(found, screen())
+    _tell(found, show, as_json)
     sys.exit(0 if found.works else 1)
 
 
@@ -133,7 +133,7 @@ def doctor(scheduler: str | None, as_json: bool, size: int | None) -> None:
     metavar="ADDRESS",
     help="Of the running cluster, such as tcp://10.0.0.1:8786.  [default: Dask's configuration]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@_json_option
 @click.option(
     "--measure/--no-measure",
     default=True,
@@ -145,19 +145,24 @@ def report(scheduler: str | None, as_json: bool, measure: bool) -> None:
     Bytes by rung between each pair of workers, why something went as bytes, what is held, and the
     time that it saved. If some worker shares nothing, the exit code is 1.
     """
-    import json
-
     from dask_gpuipc.reports import report as make
     from dask_gpuipc.reports.text import show
-    from dask_gpuipc.terminal import screen
 
     with _connected(scheduler) as client:
         made = make(client, measure=measure)
-    if as_json:
-        click.echo(json.dumps(made.to_dict(), indent=2))
-    else:
-        show(made, screen())
+    _tell(made, show, as_json)
     sys.exit(0 if made.workers and all(worker.enabled for worker in made.workers) else 1)
+
+
+def _tell(found: Any, show: Callable[[Any, Any], None], as_json: bool) -> None:
+    import json
+
+    from dask_gpuipc.terminal import screen
+
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        show(found, screen())
 
 
 @contextlib.contextmanager

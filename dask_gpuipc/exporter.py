@@ -512,8 +512,7 @@ class Exporter:
             raise
         except Exception as error:
             # Whatever else dumps raised would leave the task pending for ever.
-            self._stats.refused(Refusal.ERROR, repr(error), error)
-            self._stats.sent(Rung.BYTES.value, nbytes, transfer.to)
+            self.count(Refusal.ERROR, nbytes, transfer.to, repr(error), error)
             raise Refused(Refusal.ERROR, repr(error)) from error
         self._stats.sent(descriptor.rung, nbytes, transfer.to)
         return descriptor
@@ -541,9 +540,16 @@ class Exporter:
         if self.is_large(nbytes):
             self.count(reason, nbytes, to, detail)
 
-    def count(self, reason: Refusal, nbytes: int, to: str = OTHERS, detail: str = "") -> None:
+    def count(
+        self,
+        reason: Refusal,
+        nbytes: int,
+        to: str = OTHERS,
+        detail: str = "",
+        error: Exception | None = None,
+    ) -> None:
         """Count what goes as bytes, and why."""
-        self._stats.refused(reason, detail)
+        self._stats.refused(reason, detail, error)
         self._stats.sent(Rung.BYTES.value, nbytes, to)
 
     def _memory_of(self, obj: Any) -> Memory:

@@ -6,55 +6,23 @@ import importlib
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from cluster_fixtures import *  # noqa: F403 -- fixtures
 from cluster_fixtures import arrays
+from cpp_fixtures import *  # noqa: F403 -- fixtures
+from cpp_fixtures import EXAMPLE, ROUNDS, built
 from helpers import child
 
 from dask_gpuipc import sharing
-
-EXAMPLE = Path(__file__).parent.parent / "examples" / "cpp"
-ROUNDS = 5
-
-
-@pytest.fixture(scope="module")
-def example():
-    """The example's modules, importable here and in processes that are started from here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLE))
-        yield importlib.import_module("reconstruct")
 
 
 @pytest.fixture(scope="module")
 def modules(example, tmp_path_factory):
     """The folder of the compiled module."""
-    build = importlib.import_module("build")
-    folder = tmp_path_factory.mktemp("modules")
-    try:
-        build.build("host", folder)
-    except build.CannotBuild as error:
-        pytest.skip(str(error))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        yield str(folder)
-
-
-@pytest.fixture(scope="module")
-def problem(example):
-    _, problem = example.make_problem(240, 24)
-    return problem
-
-
-@pytest.fixture(scope="module")
-def expected(example, problem):
-    """In one process, in NumPy."""
-    object_ = np.zeros(problem.shape, "f4")
-    for _ in range(ROUNDS):
-        object_ = example.improved(object_, [example.numpy_update(object_, problem)])
-    return object_
+    with built("host", tmp_path_factory.mktemp("modules")) as folder:
+        yield folder
 
 
 def test_the_kernel_computes_what_numpy_does(example, modules, problem):

@@ -102,14 +102,13 @@ class Arena:
 
     def write(self, offset: int, array: np.ndarray[Any, Any], target: Layout, fresh: bool) -> None:
         """Copy an array's elements into a slot."""
-        contiguous = array.flags.c_contiguous or array.flags.f_contiguous
-        if not fresh and not contiguous:
+        if not fresh and not array.flags.forc:
             view: np.ndarray[Any, Any] = np.ndarray(
                 array.shape, array.dtype, self._map, offset, target.strides
             )
             np.copyto(view, array)
             return
-        data = flat(array if contiguous else np.ascontiguousarray(array))
+        data = _solid_bytes(array)
         if fresh:
             pwrite(self.fd, data, offset)
         else:
@@ -124,10 +123,11 @@ class Arena:
 
     def holds(self, offset: int, array: np.ndarray[Any, Any]) -> bool:
         """Whether a slot has the bytes that `write` would put there. The slot must be in use."""
-        contiguous = array.flags.c_contiguous or array.flags.f_contiguous
-        data = flat(array if contiguous else np.ascontiguousarray(array))
+        data = _solid_bytes(array)
         held: np.ndarray[Any, Any] = np.ndarray(data.shape, data.dtype, self._map, offset)
-        return not _libc.memcmp(held.ctypes.data, data.ctypes.data, data.nbytes)
+        one, other = held.ctypes.data, data.ctypes.data
+        # A snapshot's array lies in the slot itself.
+        return one == other or not _libc.memcmp(one, other, data.nbytes)
 
     def unmap_pages(self) -> None:
         """Drop the pages from this process's RSS; their bytes stay in the memfd."""
@@ -614,6 +614,11 @@ def flat(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The bytes of a contiguous array, padding of structured dtypes included."""
     order = array if array.flags.c_contiguous else array.T
     return order.reshape(-1).view(np.uint8)
+
+
+def _solid_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The bytes of an array as they lie in a slot: in its own order, or else in C order."""
+    return flat(array if array.flags.forc else np.ascontiguousarray(array))
 
 
 def _without_broadcast(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from types import TracebackType
 from typing import Any
 
 from dask_gpuipc.errors import (
-    HandleClosed,
     MemoryUnavailable,
     NotPermitted,
     SourceGone,
 )
 from dask_gpuipc.sharing.desk import Reply, Verdict, Visit, Want
 from dask_gpuipc.sharing.fetching import TIMEOUT, Ticket
-from dask_gpuipc.sharing.handles import Offer
 from dask_gpuipc.sharing.node import Node, node
+from dask_gpuipc.sharing.offers import Handle, Offer
 
 
-class IPCEventHandle:
+class IPCEventHandle(Handle):
     """Names an event of one process so that others can wait for it, or record it. Picklable.
 
     In the process that made it, it keeps the event alive, and open to others, until it is closed or
@@ -43,16 +40,7 @@ class IPCEventHandle:
         here = node()
         here.endpoint("cuda")
         entry = here.shelf.add("event", event, payload=event_payload(event))
-        offer = Offer(here, entry)
-        self._set(Ticket(here.desk.address, entry.key, "event"), offer)
-        weakref.finalize(self, offer.withdraw_later).atexit = False
-
-    def _set(self, ticket: Ticket, offer: Offer | None = None) -> None:
-        self._ticket = ticket
-        self._offer = offer
-        self._event: Any = None
-        self._closed = False
-        self._lock = threading.Lock()
+        super().__init__(Ticket(here.desk.address, entry.key, "event"), Offer(here, entry))
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._check_open()
@@ -61,11 +49,6 @@ class IPCEventHandle:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<IPCEventHandle of process {self.source}: {state}>"
-
-    @property
-    def source(self) -> int:
-        """Pid of the process that has the event."""
-        return self._ticket.address.pid
 
     def open(self, timeout: float = TIMEOUT) -> Any:
         """The event; the current device must be its own.
@@ -78,12 +61,12 @@ class IPCEventHandle:
         HandleClosed, SourceGone, NotAnswering, NotPermitted, MemoryUnavailable
             As for `IPCMemoryHandle.open`.
         """
-        with self._lock:
-            self._check_open()
-            if self._event is None:
-                here = self._ticket.address.is_here
-                self._event = self._original() if here else open_event(self._ticket, timeout)
-            return self._event
+        return self._open(timeout)
+
+    def _find(self, timeout: float) -> Any:
+        return (
+            self._original() if self._ticket.address.is_here else open_event(self._ticket, timeout)
+        )
 
     def _original(self) -> Any:
         entry = node().shelf.find(self._ticket.key)
@@ -91,32 +74,10 @@ class IPCEventHandle:
             raise SourceGone("this process had the event, and has closed its handle")
         return entry.obj
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise HandleClosed(f"{self!r}; get another from its source")
-
-    def close(self) -> None:
-        """Be done with it. Idempotent."""
-        with self._lock:
-            self._closed, self._event = True, None
-        if self._offer is not None:
-            self._offer.withdraw()
-
-    def __enter__(self) -> Any:
-        return self.open()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
 
 def _unpickled(ticket: Ticket) -> IPCEventHandle:
     handle = IPCEventHandle.__new__(IPCEventHandle)
-    handle._set(ticket)
+    Handle.__init__(handle, ticket)
     return handle
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
-import threading
 import warnings
 import weakref
 from types import TracebackType
@@ -17,61 +15,11 @@ from dask_gpuipc.dtypes import decode_dtype, encode_dtype
 from dask_gpuipc.errors import HandleClosed, Refused, SourceGone
 from dask_gpuipc.sharing.fetching import TIMEOUT, Ticket, fetch, from_host
 from dask_gpuipc.sharing.node import Node, current, node
-from dask_gpuipc.sharing.shelf import Entry, Who
+from dask_gpuipc.sharing.offers import Handle, Offer
 from dask_gpuipc.wire import Layout
 
 
-class Offer:
-    """An entry on the shelf of the process that made it; a forked child may hold one, in vain."""
-
-    def __init__(self, here: Node, entry: Entry) -> None:
-        self._here = here
-        self._entry = entry
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this process made it."""
-        return self._here.pid == os.getpid()
-
-    def holders(self) -> tuple[int, ...]:
-        """Pids of those that have it."""
-        return self._here.shelf.holders(self._entry)
-
-    def wait(self, timeout: float) -> bool:
-        """Wait until nobody has it; return whether nobody has."""
-        return self._here.shelf.wait(self._entry, timeout)
-
-    @property
-    def array(self) -> Any:
-        """What is given out; None once it was given up."""
-        return self._entry.obj
-
-    def allow(self, who: set[Who]) -> None:
-        """Restrict it to these processes, or widen its list by them."""
-        self._here.shelf.allow(self._entry, who)
-
-    def set_readonly(self, readonly: bool) -> None:
-        """Say whether others can write; `ValueError` where they always can."""
-        memory = self._here.endpoint(self._entry.kind).memories[0]
-        if readonly and not memory.protects(self._entry.obj):
-            raise ValueError(
-                "who opens memory of cudaMalloc can write to it; allocate it with "
-                "dask_gpuipc.sharing.Pool to have it read-only"
-            )
-        self._entry.readonly = readonly
-
-    def withdraw(self) -> None:
-        """Let nobody else have it."""
-        if self.is_here:
-            self._here.shelf.withdraw(self._entry)
-
-    def withdraw_later(self) -> None:
-        """The same, wherever the garbage collector runs: takes no lock."""
-        if self.is_here:
-            self._here.later(self._here.shelf.withdraw, self._entry)
-
-
-class IPCMemoryHandle:
+class IPCMemoryHandle(Handle):
     """Names an array of one process so that others can open it. Picklable; thread-safe.
 
     Made by `get_ipc_handle`. In the process that made it, it keeps its array alive and open to
@@ -96,14 +44,8 @@ class IPCMemoryHandle:
     """
 
     def __init__(self, ticket: Ticket, layout: Layout, offer: Offer | None = None) -> None:
-        self._ticket = ticket
+        super().__init__(ticket, offer)
         self._layout = layout
-        self._offer = offer
-        self._array: Any = None
-        self._closed = False
-        self._lock = threading.RLock()
-        if offer is not None:
-            weakref.finalize(self, offer.withdraw_later).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._check_open()
@@ -130,11 +72,6 @@ class IPCMemoryHandle:
     def kind(self) -> str:
         """``cuda`` or ``host``."""
         return self._ticket.kind
-
-    @property
-    def source(self) -> int:
-        """Pid of the process that has the array."""
-        return self._ticket.address.pid
 
     @property
     def closed(self) -> bool:
@@ -176,11 +113,7 @@ class IPCMemoryHandle:
         Refused, OpenFailed
             The memory cannot be shared with this process; the text says why.
         """
-        with self._lock:
-            self._check_open()
-            if self._array is None:
-                self._array = self._find(timeout)
-            return self._array
+        return self._open(timeout)
 
     def _find(self, timeout: float) -> Any:
         if self._ticket.address.is_here:
@@ -189,20 +122,6 @@ class IPCMemoryHandle:
         array = empty(self._layout, self.kind) if nothing else fetch(self._ticket, timeout)
         base: Any = type(array)
         return opened_type(base).of(array, self)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise HandleClosed(f"{self!r}; get another from its source")
-
-    def close(self) -> None:
-        """Be done with it. Idempotent; does not wait.
-
-        In the process that made it: nobody else can open it any more.
-        """
-        with self._lock:
-            self._closed, self._array = True, None
-        if self._offer is not None:
-            self._offer.withdraw()
 
     def wait_closed(self, timeout: float) -> bool:
         """Wait until no other process has the array open; return whether none has.
@@ -215,17 +134,6 @@ class IPCMemoryHandle:
         if self._offer is None or not self._offer.is_here:
             raise ValueError(f"only its source, process {self.source}, knows who holds the array")
         return self._offer
-
-    def __enter__(self) -> Any:
-        return self.open()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def get_ipc_handle(array: Any) -> IPCMemoryHandle:

@@ -17,8 +17,9 @@ from dask_gpuipc.channel import default_base, folders_of
 from dask_gpuipc.errors import HandleClosed, NotPermitted, SourceGone, StillOpen
 from dask_gpuipc.sharing.desk import SOCKET, Address
 from dask_gpuipc.sharing.fetching import TIMEOUT, Ticket, fetch
-from dask_gpuipc.sharing.handles import Offer, check_exportable, layout_of, plain
+from dask_gpuipc.sharing.handles import check_exportable, layout_of, plain
 from dask_gpuipc.sharing.node import node
+from dask_gpuipc.sharing.offers import Offer
 from dask_gpuipc.sharing.shelf import Who
 
 SECRET: Final = 10

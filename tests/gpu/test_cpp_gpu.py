@@ -2,52 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import numpy as np
 import pytest
+from cpp_fixtures import *  # noqa: F403 -- fixtures
+from cpp_fixtures import ROUNDS, built
 from helpers import child
 
 from dask_gpuipc import sharing
 
 pytestmark = pytest.mark.gpu
 
-EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "cpp"
-ROUNDS = 5
-
-
-@pytest.fixture(scope="module")
-def example():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLE))
-        yield importlib.import_module("reconstruct")
-
 
 @pytest.fixture(scope="module")
 def modules(example, tmp_path_factory):
-    build = importlib.import_module("build")
-    folder = tmp_path_factory.mktemp("modules")
-    try:
-        build.build("cuda", folder)
-    except build.CannotBuild as error:
-        pytest.skip(str(error))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        yield str(folder)
-
-
-@pytest.fixture(scope="module")
-def problem(example):
-    return example.make_problem(240, 24)[1]
-
-
-@pytest.fixture(scope="module")
-def expected(example, problem):
-    object_ = np.zeros(problem.shape, "f4")
-    for _ in range(ROUNDS):
-        object_ = example.improved(object_, [example.numpy_update(object_, problem)])
-    return object_
+    with built("cuda", tmp_path_factory.mktemp("modules")) as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("backend", ["cuda", "dlpack", "raw"])
