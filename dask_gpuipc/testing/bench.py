@@ -122,6 +122,9 @@ class Bench:
         """Import a pinned array in the second process; opens its allocation if need be."""
         mapping = name_of(pin.allocation)
         if mapping not in self._opened:
+            if pin.allocation.device:
+                # It may lie at the address of one that is gone and is still mapped there.
+                self._close_gone()
             announcement, fds = self.announce(pin)
             self.second.call("open", mapping, announcement, fds=fds)
             self._opened.add(mapping)
@@ -129,15 +132,24 @@ class Bench:
 
     def forget_all(self) -> None:
         """Close all mappings, and give back all that no array is in."""
-        for mapping in self._opened:
-            self.second.call("close", mapping)
-        self._opened.clear()
+        self._close(self._opened)
         self.collect()
 
     def collect(self) -> set[str]:
         """Have all freed that no array is in; names of the allocations that are gone."""
         self.arrays.free()
-        return {name_of(allocation) for allocation in self.memory.collect()}
+        return self._close_gone()
+
+    def _close_gone(self) -> set[str]:
+        """Close the mappings of allocations that are gone, as an importer does when told."""
+        gone = {name_of(allocation) for allocation in self.memory.collect()}
+        self._close(gone & self._opened)
+        return gone
+
+    def _close(self, mappings: set[str]) -> None:
+        for mapping in mappings:
+            self.second.call("close", mapping)
+        self._opened -= mappings
 
     def warm_up(self) -> None:
         """Go through it once, for what a library or driver opens once and keeps."""

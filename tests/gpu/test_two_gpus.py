@@ -263,12 +263,16 @@ def test_an_import_across_makes_no_context_on_the_exporters_gpu(
 
 
 def device_of(x: Any) -> str:
-    """The GPU on which an array's memory really is, and on which it is said to be."""
+    """The GPU on which an array is said to be, and whose memory it is: its own, or lent."""
     import cupy
 
-    said = x.device.id
+    from dask_gpuipc.memory.cuda.mappings import BORROWED
+
+    if x.data.ptr in BORROWED:
+        return f"{uuid_of(x.device.id)}, lent"
     really = cupy.cuda.runtime.pointerGetAttributes(x.data.ptr).device
-    return f"{uuid_of(said)} {uuid_of(really)}"
+    assert really == x.device.id
+    return f"{uuid_of(really)}, own"
 
 
 def own_gpu() -> str:
@@ -307,7 +311,7 @@ def check_all(client: Client, rung: str = "copy") -> None:
     a, b = addresses(client)[:2]
     gpus = client.run(own_gpu)
     source = client.submit(make_gpu, N, 3, workers=[a], pure=False)
-    where = {"share": f"{gpus[b]} {gpus[a]}"}.get(rung, f"{gpus[b]} {gpus[b]}")
+    where = f"{gpus[b]}, {'lent' if rung == 'share' else 'own'}"
     assert move(client, source, b, device_of).result() == where
     ours = describe_all(client, a, b)
     assert arrays(client, "sent", "bytes") == 0
@@ -348,17 +352,17 @@ def test_local_cuda_cluster(transfer: str) -> None:
 
 @pytest.mark.parametrize("transfer", ["auto", "share"])
 def test_workflows_across_equal_numpy(transfer: str) -> None:
-    whole = np.random.default_rng(1).integers(0, 100, (2048, 2048)).astype("f8")
+    whole = np.random.default_rng(1).integers(0, 100, (1024, 1024)).astype("f8")
     with cuda_cluster() as client, dask.config.set({"array.rechunk.method": "tasks"}):
         client.register_worker_plugin(GPUIPCPlugin(transfer=transfer))
         rung = "share" if transfer == "share" else "copy"
         prove(client, rung)
         before = arrays(client, "sent", rung)
-        x = da.from_array(whole, chunks=512).map_blocks(to_gpu)
+        x = da.from_array(whole, chunks=256).map_blocks(to_gpu)
         for expression, want in (
             (x + x.T, whole + whole.T),
             (x @ x.T, whole @ whole.T),
-            (x.rechunk((2048, 128)).cumsum(axis=0), whole.cumsum(axis=0)),
+            (x.rechunk((1024, 64)).cumsum(axis=0), whole.cumsum(axis=0)),
         ):
             got = client.compute(expression.map_blocks(from_gpu)).result()
             np.testing.assert_array_equal(got, want)
@@ -366,10 +370,18 @@ def test_workflows_across_equal_numpy(transfer: str) -> None:
         check_nothing_left(client)
 
 
+def use_rmm() -> None:
+    """As an application does: `LocalCUDACluster` sets RMM's resource, and not CuPy's allocator."""
+    import cupy
+    from rmm.allocators.cupy import rmm_cupy_allocator
+
+    cupy.cuda.set_allocator(rmm_cupy_allocator)
+
+
 @pytest.mark.parametrize(
     ("options", "rung"),
     [
-        ({"rmm_pool_size": "1 GB"}, "copy"),
+        ({"rmm_pool_size": "30 GiB"}, "copy"),
         ({"rmm_async": True}, "stage"),
         ({"rmm_managed_memory": True}, "stage"),
     ],
@@ -377,6 +389,7 @@ def test_workflows_across_equal_numpy(transfer: str) -> None:
 def test_rmm_on_both_gpus(options: dict[str, Any], rung: str) -> None:
     pytest.importorskip("rmm")
     with cuda_cluster(**options) as client:
+        client.run(use_rmm)
         client.register_worker_plugin(GPUIPCPlugin())
         check_all(client, rung)
         check_nothing_left(client)
@@ -461,7 +474,7 @@ def test_a_chunk_that_a_task_made_on_another_gpu_lands_on_the_consumers_own() ->
         def crossed() -> bool:
             source = client.submit(make_on, 1, N, 5, workers=[a], pure=False)
             assert move(client, source, b, same_gpu, N, 5).result()
-            assert move(client, source, b, device_of).result() == f"{gpus[b]} {gpus[b]}"
+            assert move(client, source, b, device_of).result() == f"{gpus[b]}, own"
             return sent(client, a, "copy") > 0
 
         until(crossed, "the other GPU to be proven")
