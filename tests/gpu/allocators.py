@@ -28,9 +28,9 @@ KINDS = {
     "rmm pool of managed": NONE,
     "cuda.core device": NONE,
     "cuda.core device, ipc": NONE,
-    "cuda.core virtual": NONE,
+    "cuda.core virtual": HANDLE,
 }
-"""What is known of the memory of each: whether it has legacy IPC handles."""
+"""What is known of the memory of each: whether it has handles."""
 POOL = 64 << 20
 
 

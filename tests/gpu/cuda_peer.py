@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import traceback
+from multiprocessing.reduction import DupFd
 from typing import Any
 from unittest import mock
 
@@ -102,11 +103,17 @@ def announce(allocation: Allocation) -> Announce:
     return Announce(*place, allocation.nbytes, allocation.device, handle)
 
 
+def descriptors(pin: Any) -> list[DupFd]:
+    """Those of a pin's allocation, on their way to the peer."""
+    return [DupFd(fd) for fd in memory().handle(pin.allocation).fds]
+
+
 # -- importer -----------------------------------------------------------------------------------
 
 
-def open_(name: str, announcement: Announce) -> int:
-    held[name] = memory().open(announcement, ())
+def open_(name: str, announcement: Announce, *fds: Any) -> int:
+    """Open an allocation; with the `descriptors` of it, if it has any."""
+    held[name] = memory().open(announcement, tuple(fd.detach() for fd in fds))
     return held[name].nbytes
 
 

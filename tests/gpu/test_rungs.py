@@ -15,6 +15,7 @@ from cuda_peer import (
     announce,
     close,
     collect,
+    descriptors,
     drop,
     examine,
     held,
@@ -102,7 +103,7 @@ def test_memory_of_every_allocator_arrives(peer, name):
         pin = memory().pin(got, prepared)
         rung = "copy" if KINDS[name] is HANDLE else "stage"
         assert pin.rung is (None if rung == "copy" else Rung.STAGE)
-        peer.call(open_, "m", announce(pin.allocation))
+        peer.call(open_, "m", announce(pin.allocation), *descriptors(pin))
         assert peer.call(load, "x", "m", pin.layout, rung) == rung
         np.testing.assert_array_equal(peer.call(look, "x")[0], want)
         peer.call(settle, "x")

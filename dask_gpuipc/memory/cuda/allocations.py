@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from dask_gpuipc.memory.base import Allocation, Handle, Pin
 from dask_gpuipc.memory.cuda.copying import dense_strides
 from dask_gpuipc.memory.cuda.device import Device
 from dask_gpuipc.memory.cuda.driver import CudaError
-from dask_gpuipc.memory.cuda.virtual import SLABS, Slab
+from dask_gpuipc.memory.cuda.virtual import SLABS, Slab, Virtual
 from dask_gpuipc.wire import Layout
 
 MAX_KNOWN: Final = 1024
@@ -34,6 +35,8 @@ class _Base:
     exportable: bool
     slab: Slab | None = None
     """Of `pool.Pool`; its handle is a descriptor."""
+    fd: int | None = None
+    """Of virtual memory that somebody else made; closed with what is known of it."""
     handle: Handle | None = None
     """None also means that no peer knows of it."""
     pins: int = 0
@@ -86,8 +89,8 @@ class Allocations:
             self._unpin(base)
             raise Refused(
                 Refusal.NOT_EXPORTABLE,
-                f"{nbytes} bytes at {address:#x} have no legacy IPC handle "
-                "(managed, stream-ordered or virtual memory)",
+                f"{nbytes} bytes at {address:#x} have no handle (managed or stream-ordered memory, "
+                "or virtual memory made without one)",
             )
         if high > address + nbytes:
             self._unpin(base)
@@ -103,8 +106,8 @@ class Allocations:
             hold.release,
         )
 
-    def exportable(self, device: Device, pointer: int) -> bool:
-        """Whether the allocation below a pointer has a handle.
+    def exportable(self, device: Device, array: Any) -> bool:
+        """Whether the allocation below an array has a handle, and all of the array in it.
 
         Raises
         ------
@@ -112,13 +115,17 @@ class Allocations:
             The driver makes no calls any more, or a graph capture is in the way.
         """
         try:
-            base = self._find(device, pointer)
+            _, low, high = _layout(array)
+        except Refused:
+            return True  # what `pin` says of it is said there
+        try:
+            base = self._find(device, low)
         except CudaError as error:
             if error.capturing or device.driver.unusable():
                 raise
             return False  # memory of which the driver knows nothing
         self._unpin(base)
-        return base.exportable
+        return base.exportable and high <= base.address + base.allocation.nbytes
 
     def _find(self, device: Device, pointer: int) -> _Base:
         """The base below a pointer, pinned once more."""
@@ -131,8 +138,12 @@ class Allocations:
             generation = device.driver.buffer_id(address)
             base = self._known(address, generation, nbytes)
             if base is None:
+                fd = None
                 exportable = device.driver.exportable(address)
-                base = self._learn(device, address, generation, nbytes, exportable)
+                if not exportable:
+                    fd = _descriptor(device, address, nbytes)
+                    exportable = fd is not None
+                base = self._learn(device, address, generation, nbytes, exportable, fd=fd)
         return base
 
     def handle(self, allocation: Allocation) -> Handle:
@@ -141,8 +152,9 @@ class Allocations:
             base = self._bases.get(self._addresses.get(allocation.id, 0))
         if base is None or base.allocation != allocation:
             raise Refused(Refusal.NOT_EXPORTABLE, f"{allocation} is not pinned here")
-        if base.handle is None and base.slab is not None:
-            base.handle = Handle(fds=(base.slab.fd,))
+        fd = base.fd if base.slab is None else base.slab.fd
+        if base.handle is None and fd is not None:
+            base.handle = Handle(fds=(fd,))
         elif base.handle is None:
             with base.device.current():
                 base.handle = Handle(base.device.driver.get_handle(base.address))
@@ -162,6 +174,12 @@ class Allocations:
                     self._drop(base)
             gone, self._gone = self._gone, []
         return gone
+
+    def close(self) -> None:
+        """Forget all that nobody has pinned, and close their descriptors."""
+        with self._lock:
+            for base in [base for base in self._bases.values() if not base.pins]:
+                self._drop(base)
 
     def _known(self, address: int, generation: int, nbytes: int) -> _Base | None:
         """The base, pinned once more, if it is still the same."""
@@ -184,6 +202,7 @@ class Allocations:
         nbytes: int,
         exportable: bool,
         slab: Slab | None = None,
+        fd: int | None = None,
     ) -> _Base:
         """A base new here, or new at its address; pinned once."""
         with self._lock:
@@ -192,10 +211,12 @@ class Allocations:
             allocation = Allocation(number, generation, nbytes, device.uuid)
             if known is not None and known.allocation == allocation:
                 known.pins += 1
+                if fd is not None:
+                    os.close(fd)
                 return known  # another thread was quicker
             if known is not None:
                 self._drop(known)
-            base = _Base(device, address, allocation, exportable, slab, pins=1)
+            base = _Base(device, address, allocation, exportable, slab, fd, pins=1)
             self._bases[address] = base
             self._addresses[number] = address
             self._forget(len(self._bases) - self._limit)
@@ -211,6 +232,8 @@ class Allocations:
         del self._bases[base.address], self._addresses[base.allocation.id]
         if base.handle is not None:
             self._gone.append(base.allocation)
+        if base.fd is not None:
+            os.close(base.fd)
 
     def _unpin(self, base: _Base) -> None:
         with self._lock:
@@ -231,6 +254,16 @@ class _Hold:
         if self._array is not None:
             self._array = None
             self._allocations._unpin(self._base)
+
+
+def _descriptor(device: Device, address: int, nbytes: int) -> int | None:
+    """Of virtual memory, if it has one. Context current."""
+    try:
+        return Virtual(device.driver, device.ordinal).export_range(address, nbytes)
+    except CudaError as error:
+        if error.capturing or device.driver.unusable():
+            raise
+        return None
 
 
 def dense_layout(array: Any) -> Layout:

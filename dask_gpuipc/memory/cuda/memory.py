@@ -309,6 +309,7 @@ class CudaMemory:
     def close(self) -> None:
         """Let the threads end when they have done what they were given. Idempotent."""
         self.collect()
+        self._allocations.close()
         self._blocks.close()
         self._maps.close()
         self._prover.close()

@@ -160,8 +160,7 @@ class CudaPreparation:
             if self._ways.ipc and self._ways.peer_access:
                 self.unproven.add(device.uuid)
             return self._to_host(device, array)
-        pointer = array.data.ptr
-        if pointer in BORROWED or not self._ways.allocations.exportable(device, pointer):
+        if array.data.ptr in BORROWED or not self._ways.allocations.exportable(device, array):
             return self._stage(device, array)
         return _Covered(array, device, array)
 

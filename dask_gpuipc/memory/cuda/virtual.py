@@ -5,7 +5,8 @@ unmapped and when all outstanding references to the handle (including its sharea
 are also released" (`cuMemRelease`): an importer survives its exporter, whatever order they end in.
 And a mapping can be for reading only.
 
-A *slab* is one such allocation with its descriptor; `pool` hands out parts of it.
+A *slab* is one such allocation with its descriptor; `pool` hands out parts of it. What others made
+is exported too, where it can be.
 """
 
 from __future__ import annotations
@@ -59,6 +60,23 @@ class Virtual:
         fd = int(self._call("cuMemExportToShareableHandle", handle, self._fd_type, 0))
         os.set_inheritable(fd, False)
         return fd
+
+    def export_range(self, address: int, nbytes: int) -> int | None:
+        """A descriptor of mapped memory, whoever made it; None if it has none that covers it all.
+
+        It has one where its maker asked for that (`CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES`), and
+        where the range is one piece of physical memory (`cuMemRetainAllocationHandle`).
+        """
+        attribute = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES
+        if not int(self._call("cuPointerGetAttribute", attribute, address)) & self._fd_type.value:
+            return None
+        first = self._call("cuMemRetainAllocationHandle", address)
+        try:
+            last = self._call("cuMemRetainAllocationHandle", address + nbytes - 1)
+            self.release(last)
+            return self.export(first) if int(first) == int(last) else None
+        finally:
+            self.release(first)
 
     def import_(self, fd: int) -> Any:
         """Physical memory by its descriptor (`cuMemImportFromShareableHandle`)."""
