@@ -17,7 +17,7 @@ PY := .venv/bin/python
 needs = $(STAMP)$(1)
 endif
 
-.PHONY: help demo test lint stress matrix gpu multigpu notebooks clean
+.PHONY: help demo test lint docs stress matrix gpu multigpu notebooks clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -35,6 +35,9 @@ lint: $(STAMP)dev ## format, rules, types, floors, spelling
 	.venv/bin/lint-imports
 	.venv/bin/codespell
 
+docs: $(call needs,docs) ## the site, into build/site; a warning is an error
+	$(PY) -m sphinx -W --keep-going -q docs build/site
+
 stress: $(call needs,test) ## the tests that take minutes
 	$(PY) -m pytest -m "stress or matrix" $(PYTEST_ARGS)
 
@@ -51,7 +54,7 @@ notebooks: $(call needs,notebooks) ## run the notebooks, in place
 	PATH="$(dir $(PY)):$$PATH" $(PY) -m jupyter_core execute --inplace $(NOTEBOOKS)
 
 clean: ## remove .venv and all that the tools left
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist docs/checkout .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip speaks on stderr, so that stdout is the demo's alone.

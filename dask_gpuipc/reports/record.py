@@ -167,7 +167,7 @@ class Report:
 
     @property
     def headline(self) -> str:
-        """One line: is it on, what went by handle, is anything held."""
+        """Whether it is on, what went by handle and what is held, in one line."""
         enabled = sum(worker.enabled for worker in self.workers)
         fraction = self.handle_fraction
         moved = sum(traffic.bytes for traffic in self.totals.values())
