@@ -83,7 +83,7 @@ def consumer(pipe: Any) -> None:
                 timed(ways[name], times[name])
         got = copy()
         got.done.result(30)
-        right = bool((got.array.view("u1") == announcement.id % 251).all())
+        right = bool((got.array.view("u1") == announcement.allocation % 251).all())
         del got, theirs
         mapping.close()
         cupy.get_default_memory_pool().free_all_blocks()

@@ -298,7 +298,8 @@ def one_round(side: Side, memory: Kind, nbytes: int, seed: int, check: bool) -> 
 
 def peer_copy(gpus: list[str], nbytes: int) -> float:
     """Seconds in which the driver copies those bytes from one GPU to the other, in one process."""
-    visible = {**os.environ, "CUDA_VISIBLE_DEVICES": f"{gpus[0]},{gpus[-1]}"}
+    first, last = (gpu.split(",")[0] for gpu in (gpus[0], gpus[-1]))
+    visible = {**os.environ, "CUDA_VISIBLE_DEVICES": f"{first},{last}"}
     command = [sys.executable, "-c", PEER_COPY, str(nbytes)]
     done = subprocess.run(command, env=visible, capture_output=True, text=True, check=True)
     return float(done.stdout)
@@ -380,7 +381,7 @@ def environment(side: Side, options: argparse.Namespace) -> dict[str, Any]:
         gpu["driver"] = gpu_driver()
     return {
         "kind": "environment",
-        "command": ["benchmarks/transfers.py", *sys.argv[1:]],
+        "command": [f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]],
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": commit(),
         "versions": versions(),

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import traceback
-from multiprocessing.reduction import DupFd
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 from unittest import mock
 
@@ -103,17 +103,17 @@ def announce(allocation: Allocation) -> Announce:
     return Announce(*place, allocation.nbytes, allocation.device, handle)
 
 
-def descriptors(pin: Any) -> list[DupFd]:
-    """Those of a pin's allocation, on their way to the peer."""
-    return [DupFd(fd) for fd in memory().handle(pin.allocation).fds]
+def descriptors(pin: Any) -> list[Fd]:
+    """Those of a pin's allocation, for a call of the peer."""
+    return [Fd(fd) for fd in memory().handle(pin.allocation).fds]
 
 
 # -- importer -----------------------------------------------------------------------------------
 
 
-def open_(name: str, announcement: Announce, *fds: Any) -> int:
+def open_(name: str, announcement: Announce, *fds: int) -> int:
     """Open an allocation; with the `descriptors` of it, if it has any."""
-    held[name] = memory().open(announcement, tuple(fd.detach() for fd in fds))
+    held[name] = memory().open(announcement, fds)
     return held[name].nbytes
 
 
@@ -301,12 +301,17 @@ def load_during_capture(mapping: str, layout: Layout) -> str:
 # -- the process ----------------------------------------------------------------------------------
 
 
+class Fd(int):
+    """A descriptor among the arguments of a call: the peer gets one of its own."""
+
+
 def _serve(pipe: Any) -> None:
     while True:
         message = pipe.recv()
         if message is None:
             return
         function, arguments = message
+        arguments = [recv_handle(pipe) if isinstance(a, Fd) else a for a in arguments]
         try:
             answer = (True, function(*arguments))
         except (OpenFailed, Refused) as error:
@@ -341,6 +346,9 @@ class Peer:
 
     def start(self, function: Any, *arguments: Any) -> None:
         self._pipe.send((function, arguments))
+        for fd in arguments:
+            if isinstance(fd, Fd):
+                send_handle(self._pipe, fd, None)
 
     def finish(self) -> Any:
         assert self._pipe.poll(30), "the peer does not answer"

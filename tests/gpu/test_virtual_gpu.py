@@ -101,18 +101,16 @@ def test_other_memory_is_staged(peer, why):
 
 
 def test_memory_of_cuda_core(peer):
-    import cupy
-
     name = "cuda.core virtual"
     reason = unavailable(name)
     if reason is not None:
         pytest.skip(reason)
     with using(name):
-        array = cupy.asarray(fill())
+        host, array = fill()
         pin, announcement = offer(array)
         peer.call(open_, "m", announcement, *descriptors(pin))
         peer.call(load, "x", "m", pin.layout, "copy")
-        np.testing.assert_array_equal(peer.call(look, "x")[0], array.get())
+        np.testing.assert_array_equal(peer.call(look, "x")[0], host)
         assert pin.rung is None, f"by {pin.rung}"
         pin.release()
         peer.call(drop, "x")
