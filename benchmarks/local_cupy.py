@@ -27,11 +27,7 @@ import statistics
 import sys
 from typing import Any
 
-import cloudpickle
-import transfers
 from transfers import MODES, Side, cluster, environment
-
-cloudpickle.register_pickle_by_value(transfers)  # workers do not find it
 
 OPERATIONS: dict[str, dict[str, int]] = {
     "transpose_sum": {"size": 16_000, "chunk_size": 4_000},
@@ -53,14 +49,8 @@ def module_of(operation: str) -> Any:
 
 def run_once(side: Side, operation: str) -> float:
     """Seconds of one run of an operation on one cluster."""
-    module = "local_cupy_map_overlap" if operation == "map_overlap" else "local_cupy"
-    bench = importlib.import_module(f"dask_cuda.benchmarks.{module}")
-    given = argparse.Namespace(
-        type="gpu",
-        backend="dask",
-        operation=operation,
-        **{"second_size": 0} | OPERATIONS[operation],
-    )
+    sizes = {"second_size": 0, **OPERATIONS[operation]}
+    given = argparse.Namespace(type="gpu", backend="dask", operation=operation, **sizes)
     with side.client.as_current():
         done = module_of(operation).bench_once(side.client, given)
     return float(done["took"] if isinstance(done, dict) else done[1])

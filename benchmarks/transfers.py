@@ -247,7 +247,9 @@ def cluster(mode: str, options: argparse.Namespace) -> Iterator[Side]:
 
 @contextlib.contextmanager
 def started(program: str, *arguments: str, log: Any, **environment: str) -> Iterator[None]:
-    """Run one of distributed's programs until the end of the block."""
+    """Run one of distributed's programs until the end of the block; it finds this module."""
+    places = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     command = [sys.executable, "-m", f"distributed.cli.{program}", *arguments]
     process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
     try:
