@@ -115,6 +115,8 @@ class Transfer:
         self.prepared = prepared
         self.reason = reason
         self.to = to
+        self.settled = False
+        """Whether the consumer said OK."""
         self.parts: dict[int, Any] = {}
         """Objects that were taken apart beforehand, by their identity; see `objects`."""
 
@@ -449,7 +451,10 @@ class Exporter:
         granted yet as the next one was dialled: then the consumer is asked, as if OK were lost.
         """
         consumer, channel = transfer.consumer, transfer.channel
-        if channel is None or (channel.usable and consumer and consumer.channel is channel):
+        transfer.settled = True
+        if channel is None:
+            return
+        if channel.usable and consumer and consumer.channel is channel:
             self._handle(lease.Granted(transfer.number))
         else:
             self._handle(lease.Failed(transfer.number))
@@ -460,7 +465,8 @@ class Exporter:
         The arrays that were prepared for it are let go of: a timer that was made meanwhile may keep
         the transfer, by its copy of the context variables, for as long as it runs.
         """
-        self._handle(lease.Failed(transfer.number))
+        if not transfer.settled and transfer.consumer is not None:
+            self._handle(lease.Failed(transfer.number))
         transfer.prepared = {}
         transfer.parts.clear()
 

@@ -58,6 +58,8 @@ PAGE: Final = mmap.PAGESIZE
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MAX_WRITE: Final = 0x7FFFF000
 """Bytes that one pwrite takes at most (Linux)."""
+LOOK_AFTER: Final = 1 << 20
+"""Bytes written to slots after which the resident size is looked at again."""
 PUNCH_HOLE: Final = 0x01 | 0x02
 """FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE."""
 
@@ -221,6 +223,7 @@ class HostMemory:
         self._slots: dict[int, _Slot] = {}
         self._last_use = clock()
         self._resident = False
+        self._unlooked = LOOK_AFTER
         self._closed = False
         self._probe()
 
@@ -387,12 +390,19 @@ class HostMemory:
                     arena.punch()
 
     def _pressed(self, nbytes: int) -> bool:
-        """Whether the slot must be written without mapping it; drops mapped pages if so."""
-        if self._resident_limit is None or process.rss() + nbytes <= self._resident_limit:
-            self._resident = True
-            return False
-        self._unmap_pages()
-        return True
+        """Whether the slot must be written without mapping it; drops mapped pages if so.
+
+        Not worth a look for little: what else takes memory is looked at with Dask's monitor.
+        """
+        self._unlooked += nbytes
+        if self._resident_limit is not None and self._unlooked >= LOOK_AFTER:
+            self._unlooked = 0
+            if process.rss() + nbytes > self._resident_limit:
+                self._unlooked = LOOK_AFTER  # until it is over
+                self._unmap_pages()
+                return True
+        self._resident = True
+        return False
 
     def _unmap_pages(self) -> None:
         with self._lock:
