@@ -23,11 +23,15 @@ PAGES = {
     "CONTRIBUTING.md": "checkout/contributing.md",
     "benchmarks/README.md": "checkout/benchmarks.md",
     **{
-        f"notebooks/{path.name}": f"checkout/{path.name}"
+        f"notebooks/{path.name}": f"checkout/notebooks/{path.name}"
         for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
     },
 }
-SAME = {"README.md": "index.md", "examples/cpp/README.md": "sharing-cpp.md"}
+SAME = {
+    "README.md": "getting-started.md",
+    "examples/cpp/README.md": "sharing-cpp.md",
+    "benchmarks/results/README.md": "checkout/benchmarks.md",
+}
 """Read on the site as another page."""
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()#\s]+)(#[^()\s]*)?\)")
 
@@ -42,7 +46,6 @@ extensions = [
     "sphinx_click",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["checkout/.ipynb_checkpoints"]
 html_theme = "furo"
 html_title = f"dask-gpuipc {release}"
 html_static_path = ["_static"]
@@ -63,10 +66,10 @@ napoleon_use_rtype = False
 
 def copy_pages(_app: Sphinx) -> None:
     """Bring the pages of the rest of the checkout here; what has not changed keeps its time."""
-    (DOCS / "checkout").mkdir(exist_ok=True)
-    for old in {*(DOCS / "checkout").iterdir()} - {DOCS / copy for copy in PAGES.values()}:
+    for old in {*(DOCS / "checkout").rglob("*.*")} - {DOCS / copy for copy in PAGES.values()}:
         old.unlink()
     for page, copy in PAGES.items():
+        (DOCS / copy).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / page, DOCS / copy)
 
 

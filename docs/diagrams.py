@@ -11,7 +11,7 @@ from html import escape
 
 INK, FAINT, PAPER = "#1f2937", "#6b7280", "#ffffff"
 DASK, CHANNEL, DEVICE, PLAIN = "#2563eb", "#15803d", "#b45309", "#6b7280"
-"""By what carries it: Dask's connection, the channel, the memory itself, Dask without the plugin."""
+"""By what carries it: Dask's connection, the channel, the memory, Dask without the plugin."""
 FONT = "font-family='Helvetica, Arial, sans-serif'"
 LINE = 17
 
@@ -110,7 +110,9 @@ def node() -> str:
     for x, name, role in ((40, "worker A", "producer"), (560, "worker B", "consumer")):
         p.box(x, 128, 220, 122)
         p.words(x + 110, 150, f"{name}, here the {role}", anchor="middle", bold=True)
-        p.words(x + 14, 174, "tasks, worker.data\nexporter: pins, leases\nimporter: mappings, arrays")
+        p.words(
+            x + 14, 174, "tasks, worker.data\nexporter: pins, leases\nimporter: mappings, arrays"
+        )
         p.words(x + 14, 236, "GPUIPCPlugin", colour=FAINT)
     p.arrow((300, 46), (150, 46), (150, 128), colour=PLAIN, both=True)
     p.arrow((520, 46), (670, 46), (670, 128), colour=PLAIN, both=True)
@@ -149,19 +151,23 @@ STEPS: Sequence[Step] = (
     ("<", CHANNEL, "Announce: handle of the allocation (once per peer)"),
     ("p", "lease OFFERED, descriptor written"),
     ("<", DASK, "answer with the descriptors"),
-    ("c", "read what the channel holds\ncheck the descriptor, find the mapping or open it\nmake the array"),
+    ("c", "read what the channel holds"),
+    ("c", "check the descriptor, find the mapping or open it"),
+    ("c", "make the array"),
     (">", DASK, "OK (acknowledge)"),
     ("p", "leases GRANTED"),
-    ("c", "tasks read and write\nthe last reference dies, or the copy is made\nCUDA: wait until the device is done with it"),
+    ("c", "tasks read and write"),
+    ("c", "the last reference dies, or the copy is made"),
+    ("c", "CUDA: wait until the device is done with it"),
     (">", CHANNEL, "Release"),
     ("p", "lease over; with the last one the pin"),
-)  # fmt: skip
+)
 
 
 def transfer() -> str:
     """One transfer, from the connection to the release."""
     left, right = 290, 620
-    height = 70 + sum(34 if len(step) == 3 else 20 + LINE * _lines(step) for step in STEPS) + 44
+    height = 120 + sum(34 if len(step) == 3 else 12 + LINE * _lines(step) for step in STEPS)
     p = Picture(890, height, "One transfer, in the order of its messages")
     for x, name in ((left, "consumer"), (right, "producer")):
         p.box(x - 60, 14, 120, 32, fill="#eff6ff", stroke=DASK)
@@ -187,7 +193,7 @@ def _step(p: Picture, step: Step, y: float, left: float, right: float) -> float:
     if len(step) == 2:
         anchor, x = ("end", left - 12) if step[0] == "c" else ("start", right + 12)
         p.words(x, y - 4, step[1], size=12, anchor=anchor)
-        return 20 + LINE * _lines(step)
+        return 12 + LINE * _lines(step)
     way, colour, text = step
     ends = [(left + 3, y), (right - 3, y)]
     p.arrow(*(ends if way == ">" else reversed(ends)), colour=colour)
@@ -196,13 +202,16 @@ def _step(p: Picture, step: Step, y: float, left: float, right: float) -> float:
 
 
 QUESTIONS = (
-    ("Does the request come from a worker of this\nnode, user and cluster that has the plugin?", "bytes"),
+    (
+        "Does the request come from a worker of this\nnode, user and cluster that has the plugin?",
+        "bytes",
+    ),
     ("Is the array large enough, of a known type,\nand within the budget?", "bytes"),
     ("Does it lie in host memory (NumPy)?", "share, copy-on-write"),
     ("Is the consumer known to open handles of\nthis GPU? (same GPU, or self-test passed)", "host"),
     ("Has its memory a handle (cudaMalloc)?", "stage"),
     ('Is transfer="share" set?', "copy"),
-)  # fmt: skip
+)
 LEAVE_ON_YES = 2
 """The question whose yes, not no, leads aside."""
 RESULTS = {
@@ -266,9 +275,16 @@ def lease() -> str:
     p.arrow((520, 135), (616, 135), colour=CHANNEL)
     p.words(568, 127, "Release, nack", colour=CHANNEL, anchor="middle", size=12)
     p.arrow((420, 96), (420, 52), (716, 52), (716, 96))
-    p.words(568, 44, "the consumer's process dies (its pidfd), in any state", anchor="middle", size=12)
+    p.words(
+        568, 44, "the consumer's process dies (its pidfd), in any state", anchor="middle", size=12
+    )
     p.box(24, 226, 300, 52, stroke=FAINT)
-    p.words(36, 247, "no OK: the consumer is asked which leases\nit has, and may open no others", size=12)
+    p.words(
+        36,
+        247,
+        "no OK: the consumer is asked which leases\nit has, and may open no others",
+        size=12,
+    )
     p.arrow((124, 174), (124, 226), dashed=True)
     p.arrow((324, 240), (420, 240), (420, 174), colour=CHANNEL)
     p.words(338, 232, "it has it", size=12, colour=CHANNEL)

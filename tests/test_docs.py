@@ -1,8 +1,9 @@
-"""The documentation is complete: settings, reasons, links; and the README's code runs."""
+"""The documentation is complete: settings, reasons, links; and its code and commands run."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,21 +13,45 @@ from typing import Any
 
 import pytest
 import yaml
-
-import dask_gpuipc
-from dask_gpuipc.errors import Failure, Refusal
-from dask_gpuipc.explain import FAILURES, REFUSALS, with_tables
-
-ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
-PACKAGE = Path(dask_gpuipc.__file__).parent
-PAGES = sorted(
-    page for page in DOCS.rglob("*.md") if "checkout" not in page.parts[len(DOCS.parts) :]
+from cluster_fixtures import WORKERS, check_nothing_left
+from distributed import Client, LocalCluster
+from snippets import (
+    ALL,
+    DIRECTIVES,
+    DOCS,
+    LANGUAGES,
+    NEEDS,
+    PACKAGE,
+    PAGES,
+    ROOT,
+    SCHEDULER,
+    Block,
+    complaint,
+    environment,
+    typed,
+    unknown_settings,
 )
+
+from dask_gpuipc import GPUIPCPlugin
+from dask_gpuipc.errors import Failure, Refusal
+from dask_gpuipc.explain import FAILURES, REFUSALS
 
 
 def read_yaml(name: str) -> Any:
     return yaml.safe_load((PACKAGE / name).read_text())
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(**{**WORKERS, "n_workers": 2}) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[Client]:
+    with Client(cluster) as client:
+        client.wait_for_workers(2, timeout=60)
+        yield client
 
 
 DEFAULTS = read_yaml("gpuipc.yaml")
@@ -64,10 +89,6 @@ def first_cells(text: str, heading: str) -> list[str]:
     """What stands in the first column, as code, of the table below a heading."""
     section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return re.findall(r"^\| `([^`]+)` \|", section, flags=re.MULTILINE)
-
-
-def paragraphs_of_code(name: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
 
 
 # -- settings ------------------------------------------------------------------------------------
@@ -134,12 +155,6 @@ def test_every_reason_has_one_row_of_troubleshooting(heading: str, reasons: type
     assert sorted(rows) == sorted(reason.value for reason in reasons)
 
 
-def test_tables_of_troubleshooting_are_written_from_the_code():
-    """If not: python -m dask_gpuipc.explain docs/troubleshooting.md"""
-    page = (DOCS / "troubleshooting.md").read_text()
-    assert with_tables(page) == page
-
-
 def test_every_reason_is_explained_once_and_in_a_form_that_goes_everywhere():
     assert set(REFUSALS) == set(Refusal)
     assert set(FAILURES) == set(Failure)
@@ -151,19 +166,34 @@ def test_every_reason_is_explained_once_and_in_a_form_that_goes_everywhere():
             assert not text.endswith(".")
 
 
-# -- links and code ------------------------------------------------------------------------------
+# -- what is written from the code ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "page",
-    sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES,
-            *(ROOT / "benchmarks").rglob("*.md")]),
-    ids=lambda page: str(page.relative_to(ROOT)),
-)  # fmt: skip
+def test_tables_and_diagrams_are_as_the_code_has_them():
+    """If not: python docs/generate.py"""
+    outdated = runpy.run_path(str(DOCS / "generate.py"))["outdated"]()
+    assert not outdated, [str(path.relative_to(ROOT)) for path in outdated]
+
+
+# -- links ----------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    targets = re.findall(r"\]\(([^)#]+)", page.read_text())
-    missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
-    assert not missing
+    wrong = []
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        path = page.parent / target if target else page
+        if "://" in target:
+            continue
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            wrong.append(f"{target}#{anchor}")
+    assert not wrong
 
 
 def test_every_page_is_reached_from_the_map():
@@ -173,44 +203,129 @@ def test_every_page_is_reached_from_the_map():
         for page in maps
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text())
     }
-    assert {page.resolve() for page in PAGES} <= linked | {maps[0]}
+    assert {page.resolve() for page in PAGES if DOCS in page.parents} <= linked | {maps[0]}
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("sharing*.md")), ids=lambda page: page.name)
-def test_code_of_the_pages_on_sharing_runs(page, tmp_path):
-    for number, code in enumerate(paragraphs_of_code(f"docs/{page.name}")):
-        compile(code, page.name, "exec")
-        if "cupy" in code:
-            continue  # needs a GPU; compiled only
-        script = tmp_path / f"snippet{number}.py"
-        script.write_text(code)
-        done = subprocess.run(
-            [sys.executable, str(script)],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
+# -- code -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", range(len(paragraphs_of_code("README.md"))))
-def test_code_of_the_readme_compiles_and_runs_where_it_needs_no_gpu(number, tmp_path):
-    code = paragraphs_of_code("README.md")[number]
-    compile(code, "README.md", "exec")
-    if "cupy" in code or "LocalCUDACluster" in code:
-        pytest.skip("needs a GPU; compiled only")
-    script = tmp_path / "snippet.py"
-    script.write_text(code)
+def of(language: str, **more: bool) -> list[Block]:
+    return [
+        b
+        for b in ALL
+        if b.language == language
+        and more.items() <= {"runs": b.runs, "is_script": b.is_script}.items()
+    ]
+
+
+def test_every_block_says_what_it_is_and_what_it_needs():
+    for block in ALL:
+        assert block.language in LANGUAGES | DIRECTIVES, block
+        assert block.needs is None or block.needs in NEEDS, block
+    assert {block.needs for block in ALL} - {None} == set(NEEDS), "a need that nobody has"
+
+
+@pytest.mark.parametrize("block", [b for b in ALL if not b.runs], ids=str)
+def test_what_needs_more_is_checked_and_not_run(block):
+    """One skip for each, so that pytest's summary counts them by what they need."""
+    pytest.skip(f"{block.needs}: {NEEDS[block.needs]}")
+
+
+def test_most_code_runs():
+    code = [block for block in ALL if block.language in {"bash", "python", "yaml"}]
+    assert sum(block.runs for block in code) > len(code) / 2
+
+
+@pytest.mark.parametrize("block", of("text"), ids=str)
+def test_text_is_no_code(block):
+    assert not re.search(
+        r"^(>>>|dask |make |pip |python |import |from \w+ import )", block.text, re.M
+    )
+
+
+@pytest.mark.parametrize("block", of("python"), ids=str)
+def test_python_compiles(block):
+    compile(block.text, str(block), "exec")
+
+
+@pytest.mark.parametrize("block", of("python", runs=True, is_script=True), ids=str)
+def test_programs_run(block, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(block.text)
     done = subprocess.run(
         [sys.executable, str(script)],
         cwd=tmp_path,
+        env={**environment(), "PYTHONWARNINGS": "ignore"},  # such as that port 8787 is in use
         capture_output=True,
         text=True,
         timeout=90,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("enabled") == 2, done.stdout
-    assert "'share'" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    if "LocalCluster" in block.text:
+        assert done.stdout.count("enabled") == 2, done.stdout
+        assert "'share'" in done.stdout
+    assert done.stdout
+
+
+PARTS = {
+    page: [b for b in of("python", runs=True, is_script=False) if b.page == page] for page in PAGES
+}
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if PARTS[p]], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_the_parts_of_a_page_run_one_after_the_other(page: Path, client: Client) -> None:
+    names: dict[str, Any] = {"__name__": "page", "client": client}
+    for block in PARTS[page]:
+        exec(compile(block.text, str(block), "exec"), names)
+    names.clear()
+    check_nothing_left(client)
+
+
+@pytest.mark.parametrize("block", of("yaml"), ids=str)
+def test_yaml_is_as_the_schema_has_it(block):
+    jsonschema = pytest.importorskip("jsonschema")
+    found = yaml.safe_load(block.text)
+    assert isinstance(found, dict)
+    jsonschema.validate(found, SCHEMA, cls=jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_such_as_can_be_typed(page):
+    found = {place: complaint(words) for place, words in typed(page)}
+    assert not {place: wrong for place, wrong in found.items() if wrong}
+    assert not unknown_settings(page.read_text())
+
+
+@pytest.mark.parametrize("block", of("bash"), ids=str)
+def test_shell_is_whole(block):
+    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+
+
+RUN = sorted(
+    {
+        tuple(words)
+        for page in PAGES
+        for place, words in typed(page)
+        if words[:3] in (["dask", "gpuipc", "doctor"], ["dask", "gpuipc", "report"])
+        and (SCHEDULER in words or "--size" in words)
+    }
+)
+
+
+@pytest.mark.parametrize("words", RUN, ids=" ".join)
+def test_commands_run(words: tuple[str, ...], client: Client) -> None:
+    client.register_worker_plugin(GPUIPCPlugin())
+    address = client.scheduler.address
+    done = subprocess.run(
+        [address if word == SCHEDULER else word for word in words],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    check_nothing_left(client)
