@@ -36,7 +36,7 @@ lint: $(STAMP)dev ## format, rules, types, floors, spelling
 	.venv/bin/codespell
 
 docs: $(call needs,docs) ## the site, into build/site; a warning is an error
-	$(PY) -m sphinx -W --keep-going -q docs build/site
+	$(PY) -m sphinx -W --keep-going -q -a -E docs build/site
 
 stress: $(call needs,test) ## the tests that take minutes
 	$(PY) -m pytest -m "stress or matrix" $(PYTEST_ARGS)

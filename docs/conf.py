@@ -51,6 +51,7 @@ html_title = f"dask-gpuipc {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
+smartquotes = False  # options begin with two hyphens
 
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3

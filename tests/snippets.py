@@ -47,7 +47,7 @@ NEEDS = {
     "slurm": "a SLURM cluster",
 }
 LANGUAGES = {"bash", "python", "text", "yaml"}
-DIRECTIVES = {"{click}", "{eval-rst}", "{toctree}"}
+DIRECTIVES = {"{eval-rst}", "{toctree}"}
 """Of the site, which is built by ``make docs``."""
 
 SCHEDULER = "tcp://10.0.0.1:8786"
@@ -173,20 +173,18 @@ def _dask(arguments: list[str]) -> str | None:
         from dask_cuda.cli import worker
 
         return _parse(worker, arguments[2:])
-    if not arguments or arguments[0] not in known:
-        return f"no such command: dask {' '.join(arguments[:1])}"
-    return _parse(known[arguments[0]], arguments[1:])
+    return _parse(click.Group("dask", known), arguments)
 
 
-def _parse(command: click.Command, arguments: list[str]) -> str | None:
-    if isinstance(command, click.Group) and not arguments:
-        return None  # the group's own name, in a sentence
+def _parse(command: click.Command | None, arguments: list[str]) -> str | None:
+    while isinstance(command, click.Group) and arguments:
+        name, *arguments = arguments
+        command = command.commands.get(name)
+    if command is None:
+        return f"no such command: {name}"
     try:
-        with command.make_context(command.name, list(arguments)) as context:
-            if isinstance(command, click.Group):
-                rest = [*context._protected_args, *context.args]
-                _, below, left = command.resolve_command(context, rest)
-                return _parse(below, left)
+        if not isinstance(command, click.Group):  # a group's own name, in a sentence
+            command.make_context(command.name, list(arguments)).close()
     except click.exceptions.Exit:  # --help
         return None
     except click.UsageError as error:

@@ -294,8 +294,8 @@ def test_yaml_is_as_the_schema_has_it(block):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_such_as_can_be_typed(page):
-    found = {place: complaint(words) for place, words in typed(page)}
-    assert not {place: wrong for place, wrong in found.items() if wrong}
+    found = [(place, complaint(words)) for place, words in typed(page)]
+    assert not [(place, wrong) for place, wrong in found if wrong]
     assert not unknown_settings(page.read_text())
 
 
