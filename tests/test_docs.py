@@ -261,11 +261,13 @@ def test_programs_run(block, tmp_path):
         timeout=90,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    if "LocalCluster" in block.text:
+    assert done.returncode == 0, done.stderr
+    if "LocalCluster" in block.text:  # whose servers may log that the machine is busy
         assert done.stdout.count("enabled") == 2, done.stdout
         assert "'share'" in done.stdout
-    assert done.stdout
+    else:
+        assert done.stdout
+        assert not done.stderr
 
 
 PARTS = {
