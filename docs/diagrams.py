@@ -209,7 +209,7 @@ QUESTIONS = (
     ("Is the array large enough, of a known type,\nand within the budget?", "bytes"),
     ("Does it lie in host memory (NumPy)?", "share, copy-on-write"),
     ("Is the consumer known to open handles of\nthis GPU? (same GPU, or self-test passed)", "host"),
-    ("Has its memory a handle (cudaMalloc)?", "stage"),
+    ("Has its memory a handle? (cudaMalloc's has)", "stage"),
     ('Is transfer="share" set?', "copy"),
 )
 LEAVE_ON_YES = 2
