@@ -218,12 +218,14 @@ class Hooks:
         return prepared, parts
 
     def _sort(self, values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-        """Arrays of some memory, and objects that may hold some."""
-        memories = self._endpoint.memories
+        """Arrays that are worth a handle, and objects that may hold some."""
+        exporter, memories = self._endpoint.exporter, self._endpoint.memories
         arrays, others = [], []
         for leaf in objects.leaves(values):
-            if any(memory.accepts(leaf) for memory in memories):
-                arrays.append(leaf)
+            kind = next((memory.kind for memory in memories if memory.accepts(leaf)), None)
+            if kind is not None:
+                if leaf.nbytes >= exporter.min_bytes(kind):
+                    arrays.append(leaf)
             elif not objects.is_atom(leaf) and not objects.is_copied(leaf):
                 others.append(leaf)
         return arrays, others
