@@ -262,9 +262,9 @@ def test_programs_run(block, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    if "LocalCluster" in block.text:  # whose servers may log that the machine is busy
+    if "LocalCluster" in block.text:
+        # On a busy machine its servers log so, and one worker may steal all of the work.
         assert done.stdout.count("enabled") == 2, done.stdout
-        assert "'share'" in done.stdout
     else:
         assert done.stdout
         assert not done.stderr
