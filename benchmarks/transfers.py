@@ -61,6 +61,7 @@ from distributed import Client, wait
 
 import dask_gpuipc
 from dask_gpuipc import GPUIPCPlugin
+from dask_gpuipc.bench.setting import commit, cpu, gpu_driver
 
 Kind = Literal["host", "cuda"]
 
@@ -405,38 +406,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-def commit() -> str | None:
-    """The commit that this file is of, with ``+changes`` where the tree has some."""
-    here = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(here), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def cpu() -> str | None:
-    """The processor's name, where the kernel tells."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return None
-
-
-def gpu_driver() -> str | None:
-    """The release of the GPU's kernel driver, where the kernel tells."""
-    with contextlib.suppress(OSError):
-        return Path("/sys/module/nvidia/version").read_text().strip()
-    with contextlib.suppress(OSError, IndexError):
-        return Path("/proc/driver/nvidia/version").read_text().partition("Module")[2].split()[0]
-    return None
 
 
 # -- command line ---------------------------------------------------------------------------------

@@ -154,6 +154,80 @@ def report(scheduler: str | None, as_json: bool, measure: bool) -> None:
     sys.exit(0 if made.workers and all(worker.enabled for worker in made.workers) else 1)
 
 
+@gpuipc.command()
+@_json_option
+@click.option(
+    "--plot",
+    "picture",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Write pictures too, such as bench.png or bench.svg; wants matplotlib.",
+)
+@click.option(
+    "--memory",
+    type=click.Choice(["host", "cuda"]),
+    help="NumPy or CuPy chunks.  [default: cuda where there is a GPU]",
+)
+@click.option(
+    "--side",
+    "sides",
+    multiple=True,
+    type=click.Choice(["plain", "plugin", "plugin-copy", "plugin-share", "plugin-host", "ucx"]),
+    help="What to compare; may be given several times.  [default: plain Dask, the plugin's ways, "
+    "and ucx where it is installed]",
+)
+@click.option(
+    "--max-size",
+    metavar="SIZE",
+    callback=_in_bytes,
+    help="Of the chunks, from 1 KiB up.  [default: what memory allows, 8 GiB at most]",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True)
+@click.option("--warm-up", type=click.IntRange(min=0), default=2, show_default=True)
+@click.option(
+    "--consumers",
+    type=click.IntRange(min=2),
+    default=4,
+    show_default=True,
+    help="Workers that fetch one chunk at once, at most.",
+)
+@click.option(
+    "--many",
+    type=click.IntRange(min=1),
+    default=200,
+    show_default=True,
+    help="Number of small arrays for one task.",
+)
+@click.option(
+    "--load",
+    "load_seconds",
+    type=click.FloatRange(min=0.2),
+    default=3.0,
+    show_default=True,
+    help="Seconds for which event loops are watched, idle and while chunks move.",
+)
+def bench(picture: Path | None, as_json: bool, sides: tuple[str, ...], **options: Any) -> None:
+    """Measure transfers between workers of this machine, beside plain Dask and UCX.
+
+    One cluster for each side is started; they take turns, round by round. Shown are times by size
+    of chunk, first opens apart, and their parts; 1 to N workers that fetch one chunk; many small
+    arrays; how late event loops are while chunks move; and, on several GPUs, each two of them.
+    docs/benchmarks.md says how to read it. Progress goes to stderr, the outcome to stdout.
+    """
+    from dask_gpuipc.bench import BenchError, Options, plot, run_bench
+    from dask_gpuipc.bench.text import show
+
+    try:
+        if picture is not None:
+            plot.check(picture)
+        outcome = run_bench(Options(sides=sides, **options), tell=_progress)
+        if picture is not None:
+            plot.draw(outcome, picture)
+    except BenchError as error:
+        raise click.ClickException(str(error)) from error
+    _tell(outcome, show, as_json)
+
+
 def _tell(found: Any, show: Callable[[Any, Any], None], as_json: bool) -> None:
     import json
 

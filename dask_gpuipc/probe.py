@@ -132,10 +132,12 @@ async def fetch(
     return tuple(Fetched(**one) for one in answer)
 
 
-def make(memory: str, nbytes: int) -> Any:
+def make(memory: str, nbytes: int, first: int = 0) -> Any:
     """A chunk whose values tell where they should be."""
     library = importlib.import_module(LIBRARIES[memory])
-    return library.arange(nbytes // 8, dtype="i8") * STEP
+    chunk = library.arange(first, first + nbytes // 8, dtype="i8")
+    chunk *= STEP
+    return chunk
 
 
 def is_right(array: Any) -> bool:
@@ -165,7 +167,7 @@ def _summed_up(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 async def _once(key: Any, source: str, plain: bool, worker: Worker) -> dict[str, Any]:
     with collecting_failures() as failed, collecting_arrivals() as arrived:
         begin = time.perf_counter()
-        value = await _ask(key, source, plain, worker)
+        value = await ask(key, source, plain, worker)
         taken = {"seconds": time.perf_counter() - begin}
     if value is None:
         reason = str(failed[0]) if failed else "the chunk is not there any more"
@@ -176,7 +178,8 @@ async def _once(key: Any, source: str, plain: bool, worker: Worker) -> dict[str,
     return {**taken, "nbytes": int(value.nbytes), "rung": rung, "right": right, "failed": ""}
 
 
-async def _ask(key: Any, source: str, plain: bool, worker: Worker) -> Any:
+async def ask(key: Any, source: str, plain: bool, worker: Worker) -> Any:
+    """What a worker gets for a key of another one, as a task's input; None if it is not there."""
     async with asyncio.timeout(LIMIT):
         while True:
             response = await get_data_from_worker(

@@ -28,6 +28,9 @@ from cluster_fixtures import (
 )
 from distributed import Client, Worker, get_worker, wait
 
+import dask_gpuipc
+from dask_gpuipc.bench import remote
+
 __all__ = ["client", "cluster", "shared"]
 
 STRUCTURE = np.dtype([("a", "<i4"), ("b", "<f8", (2,)), ("c", "S3")], align=True)
@@ -275,6 +278,20 @@ def test_one_chunk_to_many_and_on(shared: Client) -> None:
     del there
     assert move(shared, onward, c, same, LARGE, 0).result()
     assert arrays(shared, "sent", "share") >= 2
+
+
+def test_a_chunk_that_others_fetch_again_and_again_is_copied_once(shared: Client) -> None:
+    a, *others = addresses(shared)
+    source = shared.submit(make, workers=[a], pure=False)
+    wait(source)
+    for times in (1, 2):
+        answers = shared.run(remote.ask, source.key, a, "host", workers=others)
+        assert {rung for _, rung in answers.values()} == {"share"}
+        held = dask_gpuipc.statistics(shared)[a]
+        assert held["leases"] == times * len(others)
+        assert held["pinned_bytes"] == 8 * LARGE
+        assert shared.run(remote.shared_bytes, workers=[a])[a] == 8 * LARGE
+    shared.run(remote.drop, workers=others)
 
 
 def test_many_arrays_in_one_answer(shared: Client) -> None:

@@ -101,7 +101,7 @@ def _workers(gpus: Sequence[str]) -> Iterator[Client]:
                 "memory_limit": 0,
                 "silence_logs": logging.CRITICAL,
                 "dashboard": False,
-                "env": _visible(gpus, number),
+                "env": visible(gpus, number),
             },
         }
         for number in range(max(1, len(gpus)))
@@ -120,7 +120,7 @@ def _workers(gpus: Sequence[str]) -> Iterator[Client]:
         yield client
 
 
-def _visible(gpus: Sequence[str], first: int) -> dict[str, str]:
+def visible(gpus: Sequence[str], first: int) -> dict[str, str]:
     """All GPUs, its own first, as dask-cuda has it."""
     if not gpus or gpus[0].startswith("MIG"):  # a process sees one instance at most
         return {"CUDA_VISIBLE_DEVICES": gpus[first]} if gpus else {}
