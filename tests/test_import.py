@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -72,3 +74,11 @@ def test_importing_takes_at_most_a_quarter_more_than_importing_distributed() -> 
         if count >= 2 and all(best[statement] <= 1.25 * best[theirs] for statement in ours):
             return
     pytest.fail(f"seconds: {best}")
+
+
+def test_allocators_are_the_applications_to_choose() -> None:
+    """This package sets no allocator of CuPy's and no memory resource of RMM's."""
+    setters = {"set_allocator", "set_current_device_resource", "set_per_device_resource"}
+    for file in pathlib.Path(dask_gpuipc.__file__).parent.rglob("*.py"):
+        calls = (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Call))
+        assert not setters & {ast.unparse(call.func).rpartition(".")[2] for call in calls}, file

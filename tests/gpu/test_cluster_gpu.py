@@ -18,7 +18,7 @@ from cluster_fixtures import (
     move,
     shared,
 )
-from distributed import Client
+from distributed import Client, LocalCluster
 
 import dask_gpuipc
 from dask_gpuipc import GPUIPCPlugin
@@ -143,6 +143,14 @@ def test_many_transfers_with_churn(shared: Client) -> None:
     del kept, future
 
 
+def use_rmm() -> None:
+    """As an application does: `LocalCUDACluster` sets RMM's resource, and not CuPy's allocator."""
+    import cupy
+    from rmm.allocators.cupy import rmm_cupy_allocator
+
+    cupy.cuda.set_allocator(rmm_cupy_allocator)
+
+
 @pytest.mark.parametrize("pool", [None, "1GB"], ids=["cupy's pool", "rmm's pool"])
 def test_local_cuda_cluster(pool: str | None) -> None:
     dask_cuda = pytest.importorskip("dask_cuda")
@@ -154,6 +162,8 @@ def test_local_cuda_cluster(pool: str | None) -> None:
         ) as cluster,
         Client(cluster) as client,
     ):
+        if pool is not None:
+            client.run(use_rmm)
         client.register_worker_plugin(GPUIPCPlugin())
         stats = dask_gpuipc.statistics(client)
         assert {s["state"] for s in stats.values()} == {"enabled"}
@@ -163,3 +173,23 @@ def test_local_cuda_cluster(pool: str | None) -> None:
         got = client.compute((x + x.T).map_blocks(from_gpu)).result()
         np.testing.assert_array_equal(got, whole + whole.T)
         check_nothing_left(client)
+
+
+def test_over_ucx_it_stands_aside() -> None:
+    """A reader of ucx takes no other family: all goes by UCX, and the reason is counted."""
+    pytest.importorskip("distributed_ucxx")
+    options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with (
+        LocalCluster(**options, protocol="ucx", silence_logs=40) as cluster,
+        Client(cluster) as client,
+    ):
+        client.register_worker_plugin(GPUIPCPlugin())
+        a, b = addresses(client)
+        for seed in range(3):
+            source = client.submit(make_gpu, N, seed, workers=[a], pure=False)
+            assert move(client, source, b, same_gpu, N, seed).result()
+        stats = dask_gpuipc.statistics(client)
+        assert stats[a]["refused"].get("other_transport", 0) >= 3
+        assert set(stats[a]["sent"]) == {"bytes"}
+        assert not stats[b]["received"]
+        del source

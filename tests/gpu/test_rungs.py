@@ -112,6 +112,68 @@ def test_memory_of_every_allocator_arrives(peer, name):
         pin.release()
 
 
+def test_several_pools_in_one_process(peer):
+    """Blocks of different pools lie side by side; each array has its own pool's allocation."""
+    import cupy
+
+    pools = [cupy.cuda.MemoryPool() for _ in range(3)]
+    allocators = [pool.malloc for pool in pools]
+    names = [name for name in ("rmm pool", "rmm arena") if unavailable(name) is None]
+    sources = []
+    for turn in range(4):
+        for number, allocate in enumerate(allocators):
+            with cupy.cuda.using_allocator(allocate):
+                sources.append(cupy.full(10_000, 100 * turn + number))
+        for number, name in enumerate(names, start=len(allocators)):
+            with using(name):
+                sources.append(cupy.full(10_000, 100 * turn + number))
+    pins = [offer(source) for source in sources]
+    places = {pin.allocation for pin, _ in pins}
+    assert len(places) <= 4 * len(allocators) + len(names)
+    opened = set()
+    for number, (pin, announcement) in enumerate(pins):
+        mapping = f"m{pin.allocation.id}"
+        if mapping not in opened:
+            peer.call(open_, mapping, announcement)
+            opened.add(mapping)
+        peer.call(load, f"x{number}", mapping, pin.layout, "copy")
+    for number, source in enumerate(sources):
+        np.testing.assert_array_equal(peer.call(look, f"x{number}")[0], source.get())
+        peer.call(drop, f"x{number}")
+    for pin, _ in pins:
+        pin.release()
+    for mapping in opened:
+        peer.call(close, mapping)
+
+
+def test_a_pool_of_tens_of_gib_is_one_allocation(peer):
+    """Arrays far into it go by its one handle, which is opened once."""
+    import cupy
+
+    free = cupy.cuda.runtime.memGetInfo()[0]
+    room = 40 << 30
+    if free < room + (4 << 30):
+        pytest.skip(f"{free >> 30} GiB of device memory are free; 44 are wanted")
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        whole = cupy.zeros(room, "u1")
+    parts = [whole[at << 30 :][: 1 << 16].view("i8") for at in (0, 7, 23, 39)]
+    for number, part in enumerate(parts):
+        part[...] = cupy.arange(part.size) + number
+    offers = [offer(part) for part in parts]
+    assert len({pin.allocation for pin, _ in offers}) == 1
+    assert offers[0][0].allocation.nbytes >= room
+    assert peer.call(open_, "m", offers[0][1]) >= room
+    for number, ((pin, _), part) in enumerate(zip(offers, parts, strict=True)):
+        assert pin.layout.offset == [0, 7, 23, 39][number] << 30
+        for rung in ("share", "copy"):
+            peer.call(load, "x", "m", pin.layout, rung)
+            np.testing.assert_array_equal(peer.call(look, "x")[0], part.get())
+            peer.call(drop, "x")
+        pin.release()
+    peer.call(close, "m")
+
+
 @pytest.mark.parametrize("kind", ["default", "per-thread", "blocking", "non-blocking"])
 @pytest.mark.parametrize("allocator", ["cupy managed", "cupy async"])
 def test_a_staged_copy_has_what_a_long_kernel_wrote(peer, allocator, kind):

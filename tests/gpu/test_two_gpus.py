@@ -44,7 +44,15 @@ from cuda_peer import (
     write,
 )
 from distributed import Client, LocalCluster
-from test_cluster_gpu import describe_gpu, from_gpu, layout_gpu, make_gpu, same_gpu, to_gpu
+from test_cluster_gpu import (
+    describe_gpu,
+    from_gpu,
+    layout_gpu,
+    make_gpu,
+    same_gpu,
+    to_gpu,
+    use_rmm,
+)
 from test_cuda_memory import LAYOUTS, fill
 
 import dask_gpuipc
@@ -372,14 +380,6 @@ def test_workflows_across_equal_numpy(transfer: str) -> None:
             np.testing.assert_array_equal(got, want)
         assert arrays(client, "sent", rung) > before + 20
         check_nothing_left(client)
-
-
-def use_rmm() -> None:
-    """As an application does: `LocalCUDACluster` sets RMM's resource, and not CuPy's allocator."""
-    import cupy
-    from rmm.allocators.cupy import rmm_cupy_allocator
-
-    cupy.cuda.set_allocator(rmm_cupy_allocator)
 
 
 @pytest.mark.parametrize(
