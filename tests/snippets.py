@@ -97,9 +97,14 @@ def blocks(page: Path) -> list[Block]:
 ALL = [block for page in PAGES for block in blocks(page)]
 
 
+def outside(page: Path) -> str:
+    """A page without its blocks."""
+    return _FENCE.sub("", page.read_text())
+
+
 def spans(page: Path) -> list[str]:
     """What stands as code within the lines of a page."""
-    return _SPAN.findall(_FENCE.sub("", page.read_text()))
+    return _SPAN.findall(outside(page))
 
 
 # -- commands --------------------------------------------------------------------------------------
@@ -107,7 +112,7 @@ def spans(page: Path) -> list[str]:
 
 def commands(script: str) -> Iterator[list[str]]:
     """The words of each command of a script, the variables before it among them."""
-    joined = script.replace("\\\n", " ")
+    joined = re.sub(r"\\\n|[12]?>>? *\S+", " ", script)  # continued lines; where output goes
     for line in joined.splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;")
         lexer.whitespace_split = True

@@ -28,6 +28,7 @@ from snippets import (
     Block,
     complaint,
     environment,
+    outside,
     typed,
     unknown_settings,
 )
@@ -223,6 +224,13 @@ def test_every_block_says_what_it_is_and_what_it_needs():
         assert block.language in LANGUAGES | DIRECTIVES, block
         assert block.needs is None or block.needs in NEEDS, block
     assert {block.needs for block in ALL} - {None} == set(NEEDS), "a need that nobody has"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_is_fenced(page):
+    """Indented blocks say neither what they are nor what they need, and nobody would look."""
+    text = outside(page)
+    assert not re.findall(r"^(?![-*:\d ]).*\n\n {4}(\S.*)", "\n" + text, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("block", [b for b in ALL if not b.runs], ids=str)
