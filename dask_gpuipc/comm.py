@@ -56,8 +56,12 @@ PLAIN: Final = ["dask", "pickle", "error"]
 """Serializers that a request names to be sent bytes."""
 SCHEMES: Final = frozenset({"tcp", "tls", "ws", "wss"})
 """Comms that serialize, and whose reader takes any family (ucx names its own)."""
+_ARRAYS: Final = frozenset({"numpy.ndarray", "cupy.ndarray"})
 _RECOVERABLE: Final = (GatherDepSuccessEvent, GatherDepNetworkFailureEvent)
 """What an answer in which a handle failed ends as: read to its end, or given up."""
+QUICK: Final = 20 << 20
+"""Bytes of arrays that are put in place on the event loop: copying them takes some milliseconds at
+most, and handing them to a thread takes longer than copying them."""
 PREPARED: Final = ("get-data", "gpuipc-prepare", "seconds")
 """In Dask's fine performance metrics: waiting for a peer's channel, and for the device."""
 
@@ -137,17 +141,28 @@ class Hooks:
             transfer = await self._begin(comm, keys, who or OTHERS)
             self._worker.digest_metric(PREPARED, time.perf_counter() - begin)
             token = current_transfer.set(transfer)
+            offloads = comm.allow_offload
+            comm.allow_offload = offloads and not self._is_quick(transfer, keys)
             try:
                 result = await original(comm, keys=keys, who=who, serializers=OFFER, **more)
                 if result == Status.dont_reply:
                     self._endpoint.exporter.granted(transfer)
                 return result
             finally:
+                comm.allow_offload = offloads
                 current_transfer.reset(token)
                 # To no effect if it was granted; else the consumer is asked what it has.
                 self._endpoint.exporter.failed(transfer)
 
         return get_data
+
+    def _is_quick(self, transfer: Transfer, keys: Collection[Any]) -> bool:
+        """Whether the answer is written sooner than a thread would have begun with it."""
+        if transfer.consumer is None:
+            return False
+        tasks = self._worker.state.tasks
+        found = [tasks[key] for key in keys if key in tasks]
+        return sum(ts.nbytes or 0 for ts in found) <= QUICK and all(_is_array(ts) for ts in found)
 
     def _count_left_alone(self, keys: Collection[Any], reason: Refusal, to: str) -> None:
         """Count what a request that is left alone moves; nothing is unspilled for it."""
@@ -316,6 +331,11 @@ class Hooks:
             return original()
 
         return get_process_memory
+
+
+def _is_array(task: Any) -> bool:
+    kind = task.type
+    return kind is not None and f"{kind.__module__}.{kind.__name__}" in _ARRAYS
 
 
 def _scheme(address: str) -> str:
