@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,89 +39,67 @@ class Holder:
     array: Any
 
 
+def numbers() -> Any:
+    return importlib.import_module("cupy").arange(N, dtype="f8")
+
+
+def on_torch(dtype: str = "float64", device: str = "cuda") -> Any:
+    torch = importlib.import_module("torch")
+    return torch.arange(N, device=device).to(getattr(torch, dtype)).reshape(512, -1)
+
+
+def sparse(layout: str) -> Any:
+    module = importlib.import_module("cupyx.scipy.sparse")
+    return module.random(2000, 2000, density=0.1, random_state=7, format=layout)
+
+
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "torch tensor": on_torch,
+    "torch tensor, strided": lambda: on_torch()[::2].T,
+    "torch bfloat16": lambda: on_torch("bfloat16"),
+    "torch on the host": lambda: on_torch(device="cpu"),
+    "numba": lambda: importlib.import_module("numba.cuda").to_device(np.arange(N, dtype="f8")),
+    "rmm": lambda: importlib.import_module("rmm").DeviceBuffer.to_device(
+        np.arange(N, dtype="f8").tobytes()
+    ),
+    "cupyx csr": lambda: sparse("csr"),
+    "cupyx coo": lambda: sparse("coo"),
+    "list": lambda: [1, numbers(), "text", numbers()[::2]],
+    "dict in tuple": lambda: ({"a": numbers()}, numbers().reshape(512, -1).T),
+    "deque": lambda: deque([numbers(), numbers() + 1]),
+    "dataclass": lambda: Holder("x", numbers()),
+    "with numpy": lambda: {"device": numbers(), "host": np.arange(N)},
+}
+
+
 def make_object(name: str) -> Any:
     """An object with device memory in it, finished or not."""
-    import cupy
-
-    numbers = cupy.arange(N, dtype="f8")
-    match name:
-        case "torch tensor":
-            import torch
-
-            return torch.arange(N, dtype=torch.float64, device="cuda").reshape(512, -1)
-        case "torch tensor, strided":
-            import torch
-
-            return torch.arange(N, dtype=torch.float32, device="cuda").reshape(512, -1)[::2].T
-        case "torch bfloat16":
-            import torch
-
-            return torch.arange(N, device="cuda").to(torch.bfloat16)
-        case "torch on the host":
-            import torch
-
-            return torch.arange(N, dtype=torch.float64)
-        case "numba":
-            from numba import cuda
-
-            return cuda.to_device(np.arange(N, dtype="f8"))
-        case "rmm":
-            import rmm
-
-            return rmm.DeviceBuffer.to_device(np.arange(N, dtype="f8").tobytes())
-        case "cupyx csr":
-            from cupyx.scipy import sparse
-
-            return sparse.random(2000, 2000, density=0.1, random_state=7, format="csr")
-        case "cupyx coo":
-            from cupyx.scipy import sparse
-
-            return sparse.random(2000, 2000, density=0.1, random_state=7, format="coo")
-        case "list":
-            return [1, numbers, "text", numbers[::2]]
-        case "dict in tuple":
-            return ({"a": numbers}, numbers.reshape(512, -1).T)
-        case "deque":
-            return deque([numbers, numbers + 1])
-        case "dataclass":
-            return Holder("x", numbers)
-        case "with numpy":
-            return {"device": numbers, "host": np.arange(N)}
-    raise LookupError(name)
+    return OBJECTS[name]()
 
 
 def look_at(x: Any) -> Any:
     """What it is, small enough to be told; sums are exact."""
-    import cupy
-
     if isinstance(x, Holder):
         return "holder", x.label, look_at(x.array)
     if isinstance(x, dict):
         return {key: look_at(value) for key, value in x.items()}
     if isinstance(x, (list, tuple, deque)):
         return type(x).__name__, [look_at(value) for value in x]
-    if isinstance(x, (int, str)):
-        return x
+    return x if isinstance(x, (int, str)) else look_at_array(x)
+
+
+def look_at_array(x: Any) -> Any:
     kind = f"{type(x).__module__}.{type(x).__name__}"
     if kind.startswith("torch"):
         return kind, str(x.device.type), str(x.dtype), tuple(x.shape), float(x.double().sum())
     if kind.startswith("cupyx"):
-        dense = x.tocsr()
-        rows = cupy.arange(dense.shape[0], dtype="f8")
-        return kind, dense.shape, int(dense.nnz), float((dense.T @ rows).sum())
+        rows = importlib.import_module("cupy").arange(x.shape[0], dtype="f8")
+        return kind, x.shape, int(x.nnz), float((x.tocsr().T @ rows).sum())
     if kind.startswith("rmm"):
-        held = np.frombuffer(x.copy_to_host().tobytes(), "f8")
-        return kind, x.size, float(held.sum())
+        return kind, x.size, float(np.frombuffer(bytes(x.copy_to_host()), "f8").sum())
     if hasattr(x, "copy_to_host"):
         x = x.copy_to_host()
-        return "numba", str(x.dtype), x.shape, float(x.sum())
     return kind, str(x.dtype), x.shape, float(x.sum())
-
-
-OBJECTS = [
-    "torch tensor", "torch tensor, strided", "torch bfloat16", "torch on the host", "numba", "rmm",
-    "cupyx csr", "cupyx coo", "list", "dict in tuple", "deque", "dataclass", "with numpy",
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OBJECTS)
