@@ -16,7 +16,7 @@ import dask.array
 import distributed
 import pytest
 
-pytestmark = pytest.mark.stress
+pytestmark = [pytest.mark.stress, pytest.mark.timeout(3600)]
 
 HERE = pathlib.Path(__file__).parent
 ARRAY = pathlib.Path(dask.array.__file__).parent / "tests"
