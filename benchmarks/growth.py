@@ -43,7 +43,8 @@ from transfers import commit, cpu, versions
 
 from dask_gpuipc import GPUIPCPlugin, lease
 from dask_gpuipc.channel import Channel
-from dask_gpuipc.exporter import Consumer, Exporter
+from dask_gpuipc.consumers import Consumer
+from dask_gpuipc.exporter import Exporter
 from dask_gpuipc.lease import Ledger
 from dask_gpuipc.memory.host import HostMemory
 from dask_gpuipc.stats import Statistics

@@ -37,13 +37,14 @@ from distributed.worker_state_machine import (
 )
 
 from dask_gpuipc import objects, p2p
+from dask_gpuipc.consumers import Consumer
 from dask_gpuipc.endpoint import Endpoint
 from dask_gpuipc.errors import Failure, OpenFailed, Refusal, Refused, WireError
-from dask_gpuipc.exporter import Consumer, Transfer, current_transfer
 from dask_gpuipc.importer import collecting_failures
 from dask_gpuipc.memory.base import Preparation
 from dask_gpuipc.objects import Parts
 from dask_gpuipc.stats import OTHERS
+from dask_gpuipc.transfer import Transfer, current_transfer
 from dask_gpuipc.wire import Advertisement, decode, encode
 
 logger = logging.getLogger("distributed.gpuipc")

@@ -23,10 +23,12 @@ from typing import Final
 from dask_gpuipc import process
 from dask_gpuipc.channel import Channel, Listener, Watch, dial
 from dask_gpuipc.config import Settings
+from dask_gpuipc.consumers import Consumer
 from dask_gpuipc.errors import ChannelBroken, ChannelError, MemoryUnavailable, Refusal, Refused
-from dask_gpuipc.exporter import Consumer, Exporter
-from dask_gpuipc.importer import IdleLimits, Importer, Producer
+from dask_gpuipc.exporter import Exporter
+from dask_gpuipc.importer import Importer
 from dask_gpuipc.memory.base import Memory
+from dask_gpuipc.producers import IdleLimits, Producer
 from dask_gpuipc.stats import Snapshot, Statistics
 from dask_gpuipc.wire import WIRE_VERSION, Advertisement, Hello, Leave, Message
 

@@ -3,9 +3,6 @@
 A `Transfer` is one answer to one request. While it is open, arrays are exported into it, each under
 a lease of its own; then it is granted (the consumer said OK) or failed. The ledger decides; this
 module holds the lock around it and carries its actions out.
-
-`current_transfer` tells the serializer which answer it is writing. A context variable reaches the
-thread on which Dask serializes large messages.
 """
 
 from __future__ import annotations
@@ -13,26 +10,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from dask_gpuipc import lease
 from dask_gpuipc.channel import Channel
-from dask_gpuipc.errors import ChannelError, ChannelFull, Failure, Refusal, Refused
+from dask_gpuipc.consumers import Consumer, Place
+from dask_gpuipc.errors import Failure, Refusal, Refused
 from dask_gpuipc.lease import Action, Event, Ledger
-from dask_gpuipc.memory.base import Allocation, Memory, Preparation, Rung, Sample
+from dask_gpuipc.memory.base import Memory, Preparation, Rung
 from dask_gpuipc.stats import OTHERS, Statistics
+from dask_gpuipc.transfer import Transfer
 from dask_gpuipc.wire import (
     Advertisement,
-    Announce,
     Answer,
     Ask,
     Closed,
@@ -42,134 +36,11 @@ from dask_gpuipc.wire import (
     Leave,
     Message,
     Nack,
-    Probe,
     Proof,
     Release,
-    Withdraw,
 )
 
 logger = logging.getLogger("distributed.gpuipc")
-
-current_transfer: ContextVar[Transfer | None] = ContextVar("gpuipc_transfer", default=None)
-
-Place = tuple[str, int, int]
-"""Memory, allocation, generation."""
-
-MAX_FAILURES: Final = 3
-"""Failures of one allocation by bad luck, after which it is denied for a while."""
-DENIED: Final = 10.0
-"""Seconds that bad luck is remembered for."""
-# What one failed open says about the next: the handle is bad. All else is bad luck.
-_DENYING = (Failure.STALE, Failure.OPEN_FAILED, Failure.OUT_OF_BOUNDS, Failure.ERROR)
-
-
-class Consumer:
-    """What the exporter knows of one peer. Fields are guarded by `lock`."""
-
-    def __init__(self, them: Advertisement, channel: Channel) -> None:
-        self.peer = them.peer
-        self.them = them
-        self.channel = channel
-        self.lock = threading.Lock()
-        self.announced: set[Place] = set()
-        self.denied: dict[Place, float] = {}
-        """Allocations that failed to open there, and until when they go as bytes."""
-        self.failures: Counter[Place] = Counter()
-        self.unconfirmed: set[int] = set()
-        """Leases that its list of what it holds has not named yet."""
-        self.opens = set(them.devices)
-        """UUIDs of the GPUs whose handles it opens: said so, or proven."""
-        self.probed: dict[str, bytes] = {}
-        """By UUID, the digest that proves it; empty until the sample is made."""
-        self.left = False
-
-    def __repr__(self) -> str:
-        state = "left" if self.left else "here"
-        return f"<Consumer {self.peer[:8]} {state}: {len(self.announced)} announced>"
-
-
-class Transfer:
-    """One answer. Exports may run on any thread, also after it has ended (they are refused).
-
-    Parameters
-    ----------
-    consumer : Consumer or None
-        None makes every export a counted refusal with ``reason``.
-    to : str
-        Name under which its arrays are counted; in Dask the requesting worker's address.
-    """
-
-    def __init__(
-        self,
-        exporter: Exporter,
-        number: int,
-        consumer: Consumer | None,
-        prepared: Mapping[str, Preparation | None],
-        reason: Refusal | None,
-        to: str = OTHERS,
-    ) -> None:
-        self._exporter = exporter
-        self.number = number
-        self.consumer = consumer
-        self.channel = None if consumer is None else consumer.channel
-        self.prepared = prepared
-        self.reason = reason
-        self.to = to
-        self.settled = False
-        """Whether the consumer said OK."""
-        self.parts: dict[int, Any] = {}
-        """Objects that were taken apart beforehand, by their identity; see `objects`."""
-
-    def __repr__(self) -> str:
-        state = f"refused, {self.reason}" if self.reason else f"to {self.consumer!r}"
-        return f"<Transfer {self.number} {state}>"
-
-    @property
-    def memories(self) -> Sequence[Memory]:
-        """The exporter's, in the order in which they are asked."""
-        return self._exporter.memories
-
-    def takes(self, obj: Any) -> bool:
-        """Whether an object is an array of some memory here."""
-        return any(memory.accepts(obj) for memory in self.memories)
-
-    def export(
-        self,
-        obj: Any,
-        *,
-        readonly: bool = False,
-        ended: Callable[[], None] | None = None,
-        source: Hashable | None = None,
-        rung: Rung | None = None,
-    ) -> Descriptor:
-        """A descriptor for an array of any memory; raises `Refused`. See `Exporter.export`."""
-        return self._exporter.export(
-            self, obj, readonly=readonly, ended=ended, source=source, rung=rung
-        )
-
-    def retract(self, descriptors: Iterable[Descriptor]) -> None:
-        """End leases whose descriptors will not be sent."""
-        self._exporter.retract(descriptors)
-
-    def admit(self) -> Consumer:
-        """The consumer, if it may be offered anything now; raises `Refused`, uncounted."""
-        return self._exporter.admit(self)
-
-    def min_bytes(self, kind: str) -> int:
-        """Bytes below which a buffer of a memory is not worth a handle."""
-        return self._exporter.min_bytes(kind)
-
-    def is_large(self, nbytes: int) -> bool:
-        """Whether what goes as bytes is large enough for a handle in host memory."""
-        return self._exporter.is_large(nbytes)
-
-    def refuse(self, reason: Refusal, nbytes: int, detail: str = "") -> None:
-        """`count`, if it is large."""
-        self._exporter.refuse(reason, nbytes, self.to, detail)
-
-    def count(self, reason: Refusal, nbytes: int, detail: str = "") -> None:
-        """Count what goes as bytes, and why."""
-        self._exporter.count(reason, nbytes, self.to, detail)
 
 
 class Exporter:
@@ -248,12 +119,8 @@ class Exporter:
             consumer = self._consumers.get(them.peer)
             disputed = self._ledger.disputed(them.peer)
             if consumer is None:
-                consumer = self._consumers[them.peer] = Consumer(them, channel)
-        with consumer.lock:
-            consumer.channel = channel
-            consumer.announced.clear()
-            consumer.unconfirmed = granted
-            consumer.probed.clear()  # an answer may have been lost with the old one
+                consumer = self._consumers[them.peer] = Consumer(them, channel, self._clock)
+        consumer.connect(channel, granted)
         for transfer in disputed:
             channel.post(Ask(transfer))
         return consumer
@@ -296,73 +163,44 @@ class Exporter:
             case Held(leases, last):
                 self._confirmed(peer, leases, last)
             case Evicted(memory, allocation, generation):
-                self._change(peer, evicted=(memory, allocation, generation))
+                self._evicted(peer, (memory, allocation, generation))
             case Proof():
-                self._proved(peer, message)
+                with contextlib.suppress(KeyError):
+                    self._consumers[peer].proved(message)
             case Leave():
-                self._change(peer, left=True)
+                self._left(peer)
             case Closed():
                 # A descriptor that is still on its way will be refused there.
-                self._change(peer, left=True)
+                self._left(peer)
                 self._handle(lease.PeerDied(peer))
             case _:
                 logger.debug("a consumer sent %s", type(message).__name__)
 
     def _nacked(self, peer: str, nack: Nack) -> None:
-        place = (nack.memory, nack.allocation, nack.generation)
-        self._change(peer, evicted=place, failure=nack.reason)
+        self._evicted(peer, (nack.memory, nack.allocation, nack.generation), nack.reason)
         self._handle(lease.Released(peer, (nack.lease,)))
+
+    def _evicted(self, peer: str, place: Place, failure: Failure | None = None) -> None:
+        consumer = self._consumers.get(peer)
+        if consumer is not None:
+            consumer.evicted(place, failure)
 
     def _confirmed(self, peer: str, leases: tuple[int, ...], last: bool) -> None:
         consumer = self._consumers.get(peer)
-        if consumer is None:
-            return
-        with consumer.lock:
-            consumer.unconfirmed.difference_update(leases)
-            if not last:
-                return
-            lost, consumer.unconfirmed = consumer.unconfirmed, set()
-        self._handle(lease.Released(peer, tuple(lost)))
+        if consumer is not None:
+            lost = consumer.confirm(leases, last)
+            if last:
+                self._handle(lease.Released(peer, tuple(lost)))
 
-    def _change(
-        self,
-        peer: str,
-        *,
-        evicted: Place | None = None,
-        failure: Failure | None = None,
-        left: bool = False,
-    ) -> None:
+    def _left(self, peer: str) -> None:
         consumer = self._consumers.get(peer)
-        if consumer is None:
-            return
-        with consumer.lock:
-            consumer.left |= left
-            if evicted is not None:
-                consumer.announced.discard(evicted)
-                if failure is not None:
-                    self._deny(consumer, evicted, failure)
-
-    def _deny(self, consumer: Consumer, place: Place, failure: Failure) -> None:
-        # Bad luck too must end some time: whoever asks for handles again and again, as
-        # Scheduler.replicate does, would do so for ever.
-        consumer.failures[place] += 1
-        if failure in _DENYING:
-            consumer.denied[place] = math.inf
-        elif consumer.failures[place] >= MAX_FAILURES:
-            del consumer.failures[place]
-            consumer.denied.setdefault(place, self._clock() + DENIED)
+        if consumer is not None:
+            consumer.left = True
 
     def withdraw(self, kind: str, allocation: int, generation: int) -> None:
         """An allocation is gone: let every peer that knows of it forget it."""
-        place = (kind, allocation, generation)
         for consumer in self.consumers():
-            with consumer.lock:
-                known = place in consumer.announced
-                consumer.announced.discard(place)
-                consumer.denied.pop(place, None)
-                consumer.failures.pop(place, None)
-            if known:
-                consumer.channel.post(Withdraw(*place))
+            consumer.withdraw((kind, allocation, generation))
 
     def close(self) -> bool:
         """End for good if no lease lives: no offer will be taken any more. Whether it did."""
@@ -378,8 +216,7 @@ class Exporter:
         What a peer has not been seen to open is proven meanwhile, for later answers.
         """
         objects, prepared = list(objects), {}
-        with consumer.lock:
-            opens = frozenset(consumer.opens)
+        opens = consumer.opens
         for memory in self._memories.values():
             arrays = [x for x in objects if memory.accepts(x)] if memory.prepares else []
             preparation = memory.prepare(arrays, opens) if arrays else None
@@ -391,40 +228,9 @@ class Exporter:
     def _get_ahead(self, consumer: Consumer, memory: Memory, preparation: Preparation) -> None:
         for allocation in preparation.allocations:
             with contextlib.suppress(Refused):  # it is told when an array is exported
-                self._announce(consumer, memory, allocation)
+                consumer.announce(memory, allocation)
         for device in preparation.unproven:
-            self._probe(consumer, memory, device)
-
-    def _probe(self, consumer: Consumer, memory: Memory, device: str) -> None:
-        """Have a sample of a device's memory read by a peer, once for each channel to it."""
-        prover = memory.prover
-        with consumer.lock:
-            if prover is None or device in consumer.probed:
-                return
-            consumer.probed[device] = b""
-        sample = prover.sample(device)
-        sample.add_done_callback(partial(self._send_probe, consumer, memory.kind, device))
-
-    def _send_probe(self, consumer: Consumer, kind: str, device: str, made: Future[Sample]) -> None:
-        error = made.exception()
-        if error is not None:
-            logger.info("%s cannot be proven to anybody: %s", device, error)
-            return
-        sample = made.result()
-        with consumer.lock:
-            consumer.probed[device] = sample.digest
-        consumer.channel.post(Probe(kind, device, sample.nbytes, sample.handle))
-
-    def _proved(self, peer: str, proof: Proof) -> None:
-        consumer = self._consumers.get(peer)
-        if consumer is None:
-            return
-        with consumer.lock:
-            digest = consumer.probed.get(proof.device)
-            good = bool(digest) and digest == proof.digest
-            if good:
-                consumer.opens.add(proof.device)
-        logger.info("Process %d can read %s: %s", consumer.them.pid, proof.device, good)
+            consumer.probe(memory, device)
 
     # -- transfers --------------------------------------------------------------------------------
 
@@ -586,7 +392,7 @@ class Exporter:
         if ended is not None:
             pin.release = partial(_in_turn, pin.release, ended)
         try:
-            self._announce(consumer, memory, pin.allocation)
+            consumer.announce(memory, pin.allocation)
         except BaseException:
             pin.release()
             raise
@@ -634,26 +440,6 @@ class Exporter:
                 if not self._ledger.fits(int(array.nbytes), memory.kind):
                     raise Refused(Refusal.BUDGET)
         return consumer
-
-    def _announce(self, consumer: Consumer, memory: Memory, allocation: Allocation) -> None:
-        if allocation.device and allocation.device not in consumer.opens:
-            raise Refused(Refusal.OTHER_DEVICE, allocation.device)
-        place = (memory.kind, allocation.id, allocation.generation)
-        with consumer.lock:
-            if consumer.denied.get(place, 0.0) > self._clock():
-                raise Refused(Refusal.DENIED, f"{memory.kind} allocation {allocation.id}")
-            consumer.denied.pop(place, None)
-            if place in consumer.announced:
-                return
-            handle = memory.handle(allocation)
-            announcement = Announce(*place, allocation.nbytes, allocation.device, handle.payload)
-            try:
-                consumer.channel.send(announcement, handle.fds)
-            except ChannelFull as error:
-                raise Refused(Refusal.CHANNEL_FULL, str(error)) from error
-            except ChannelError as error:
-                raise Refused(Refusal.PEER_LEFT, str(error)) from error
-            consumer.announced.add(place)
 
     def _offer(self, offer: lease.Offered) -> None:
         refusals = [a for a in self._handle(offer) if isinstance(a, lease.Refuse)]

@@ -13,20 +13,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dask_gpuipc.channel import Channel
-from dask_gpuipc.errors import Failure, OpenFailed, WireError
+from dask_gpuipc.errors import Failure, OpenFailed
 from dask_gpuipc.memory.base import Imported, Memory, Rung
 from dask_gpuipc.memory.base import Mapping as OpenMapping
+from dask_gpuipc.producers import (
+    Entry,
+    IdleLimits,
+    Producer,
+    check_inside,
+    close_entry,
+    close_fds,
+)
 from dask_gpuipc.stats import Statistics
 from dask_gpuipc.wire import (
     MAX_LEASES,
@@ -49,8 +55,6 @@ from dask_gpuipc.wire import (
 
 logger = logging.getLogger("distributed.gpuipc")
 
-MAX_REMEMBERED: Final = 16384
-"""Numbers of loaded leases and barred transfers remembered for each producer."""
 MAX_ANNOUNCED: Final = 4096
 """Announcements kept; the longest idle one is evicted beyond it."""
 ON_ITS_WAY: Final = 60.0
@@ -81,77 +85,6 @@ def collecting_failures() -> Iterator[list[OpenFailed]]:
         yield found
     finally:
         failures.reset(token)
-
-
-class Recent:
-    """The last numbers of a rising sequence; everything older counts as present."""
-
-    def __init__(self, size: int = MAX_REMEMBERED) -> None:
-        self._size = size
-        self._order: deque[int] = deque()
-        self._set: set[int] = set()
-        self._floor = 0
-
-    def __contains__(self, number: int) -> bool:
-        return number <= self._floor or number in self._set
-
-    def add(self, number: int) -> None:
-        """Remember a number."""
-        if number in self._set:
-            return
-        self._set.add(number)
-        self._order.append(number)
-        if len(self._order) > self._size:
-            oldest = self._order.popleft()
-            self._set.discard(oldest)
-            self._floor = max(self._floor, oldest)
-
-
-@dataclass(eq=False)
-class _Entry:
-    """One announced allocation, and its mapping once it was opened."""
-
-    announcement: Announce
-    fds: tuple[int, ...]
-    uses: int = 0
-    loaded: bool = False
-    """Whether an array was ever loaded; until then its descriptor is on its way."""
-    last_use: float = 0.0
-    withdrawn: bool = False
-    mapping: OpenMapping | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def place(self) -> tuple[str, int, int]:
-        a = self.announcement
-        return (a.memory, a.allocation, a.generation)
-
-
-@dataclass(eq=False)
-class Producer:
-    """What the importer knows of one peer. Guarded by the importer's lock."""
-
-    peer: str
-    channel: Channel | None = None
-    entries: dict[tuple[str, int, int], _Entry] = field(default_factory=dict)
-    held: dict[int, tuple[int, _Entry]] = field(default_factory=dict)
-    transfers: dict[int, set[int]] = field(default_factory=dict)
-    loaded: Recent = field(default_factory=Recent)
-    barred: Recent = field(default_factory=Recent)
-    dead: bool = False
-    left: bool = False
-
-    def __repr__(self) -> str:
-        state = "dead" if self.dead else "left" if self.left else "here"
-        return f"<Producer {self.peer[:8]} {state}: {len(self.held)} held>"
-
-
-@dataclass(frozen=True, slots=True)
-class IdleLimits:
-    """How many mappings of one memory may be open without an array in them, and for how long."""
-
-    count: int = 64
-    seconds: float = 60.0
 
 
 class Importer:
@@ -254,7 +187,7 @@ class Importer:
         """Whether a producer is attached."""
         return peer in self._producers
 
-    def _forget(self, producer: Producer) -> list[_Entry]:
+    def _forget(self, producer: Producer) -> list[Entry]:
         """Forget a producer that comes to no more, and return what is to be closed. Lock held.
 
         One that merely lost its channel is kept: what it barred must stay barred.
@@ -280,7 +213,7 @@ class Importer:
     def receive(self, producer: Producer, message: Message, fds: tuple[int, ...]) -> None:
         """Take a producer's message in; owns the descriptors. On any thread; raises nothing."""
         if not isinstance(message, Announce):
-            _close_fds(fds)
+            close_fds(fds)
         match message:
             case Announce():
                 self._announced(producer, message, fds)
@@ -297,22 +230,22 @@ class Importer:
 
     def _announced(self, producer: Producer, announce: Announce, fds: tuple[int, ...]) -> None:
         memory = self._memories.get(announce.memory)
-        entry = _Entry(announce, fds, last_use=self._clock())
+        entry = Entry(announce, fds, last_use=self._clock())
         if memory is None or announce.nbytes <= 0:
-            _close_fds(fds)
+            close_fds(fds)
             return
         with self._lock:
             known = producer.entries.get(entry.place)
             if known is None and not self._closed:
                 producer.entries[entry.place] = entry
         if known is not None or self._closed:
-            _close_fds(fds)  # announced again over a new channel
+            close_fds(fds)  # announced again over a new channel
             return
         self._supersede(producer, entry)
         if memory.executor is not None:
             memory.executor.submit(self._open_ahead, memory, entry)
 
-    def _supersede(self, producer: Producer, entry: _Entry) -> None:
+    def _supersede(self, producer: Producer, entry: Entry) -> None:
         """Let go of what the same allocation was before, and of too much."""
         with self._lock:
             old = [
@@ -328,7 +261,7 @@ class Importer:
                 drop += sorted(idle, key=lambda e: e.last_use)[: MAX_ANNOUNCED // 8]
         self._close(producer, drop, forget=True)
 
-    def _open_ahead(self, memory: Memory, entry: _Entry) -> None:
+    def _open_ahead(self, memory: Memory, entry: Entry) -> None:
         # A failure comes again, and is told, when an array is loaded.
         with contextlib.suppress(OpenFailed):
             self._opened(memory, entry)
@@ -454,7 +387,7 @@ class Importer:
         owner = memory.owner_of(array)
         return owner is not None and self._owners.get(owner) == producer
 
-    def _take(self, producer: Producer, descriptor: Descriptor) -> _Entry:
+    def _take(self, producer: Producer, descriptor: Descriptor) -> Entry:
         place = (descriptor.memory, descriptor.allocation, descriptor.generation)
         with self._lock:
             entry = producer.entries.get(place)
@@ -466,7 +399,7 @@ class Importer:
                 raise OpenFailed(Failure.BARRED, f"lease {descriptor.lease} was loaded before")
             if entry is None:
                 raise OpenFailed(Failure.EVICTED, f"{place} is not announced")
-            _check_inside(descriptor, entry.announcement)
+            check_inside(descriptor, entry.announcement)
             producer.loaded.add(descriptor.lease)
             producer.held[descriptor.lease] = (descriptor.transfer, entry)
             producer.transfers.setdefault(descriptor.transfer, set()).add(descriptor.lease)
@@ -474,7 +407,7 @@ class Importer:
             entry.loaded = True
             return entry
 
-    def _opened(self, memory: Memory, entry: _Entry) -> OpenMapping:
+    def _opened(self, memory: Memory, entry: Entry) -> OpenMapping:
         # Another thread may be at it, in a driver that hangs: the event loop may not hang with it.
         if not entry.lock.acquire(timeout=OPENING):
             raise OpenFailed(Failure.BUSY, f"another thread has been opening it for {OPENING} s")
@@ -586,7 +519,7 @@ class Importer:
 
     def _overdue(
         self, producer: Producer, kind: str, limits: IdleLimits, now: float
-    ) -> list[_Entry]:
+    ) -> list[Entry]:
         with self._lock:
             unused = [
                 e for e in producer.entries.values() if not e.uses and e.announcement.memory == kind
@@ -599,7 +532,7 @@ class Importer:
             *(e for e in unused if not e.loaded and now - e.last_use > patience),
         ]
 
-    def _close(self, producer: Producer, entries: list[_Entry], forget: bool = False) -> None:
+    def _close(self, producer: Producer, entries: list[Entry], forget: bool = False) -> None:
         """Forget entries and close their mappings, each on its memory's executor.
 
         ``forget`` tells the producer that a handle is gone for good, so that it announces anew.
@@ -615,9 +548,9 @@ class Importer:
                 channel.post(Evicted(*entry.place))
             memory = self._memories[entry.announcement.memory]
             if memory.executor is None:
-                _close_entry(entry)
+                close_entry(entry)
             else:
-                memory.executor.submit(_close_entry, entry)
+                memory.executor.submit(close_entry, entry)
 
     def close(self) -> bool:
         """End for good if nothing is held: nothing will be loaded any more. Whether it did."""
@@ -646,30 +579,3 @@ def _ended(
     # Runs wherever the garbage collector runs: no lock, no call that could need one.
     queue.append(end)
     wake()
-
-
-def _close_entry(entry: _Entry) -> None:
-    with entry.lock:
-        mapping, entry.mapping = entry.mapping, None
-        fds, entry.fds = entry.fds, ()
-    _close_fds(fds)
-    if mapping is not None:
-        mapping.close()
-
-
-def _close_fds(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
-def _check_inside(descriptor: Descriptor, announcement: Announce) -> None:
-    try:
-        low, high = descriptor.layout.extent()
-        Rung(descriptor.rung)
-    except (WireError, ValueError) as error:
-        raise OpenFailed(Failure.MALFORMED, str(error)) from error
-    if low < 0 or high > announcement.nbytes:
-        raise OpenFailed(
-            Failure.OUT_OF_BOUNDS,
-            f"bytes {low} to {high} of an allocation of {announcement.nbytes}",
-        )

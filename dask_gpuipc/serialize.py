@@ -26,8 +26,8 @@ from distributed.metrics import context_meter
 from distributed.protocol.serialize import register_serialization_family
 from distributed.sizeof import safe_sizeof
 
+from dask_gpuipc.consumers import Consumer
 from dask_gpuipc.errors import Failure, OpenFailed, Refusal, Refused, WireError
-from dask_gpuipc.exporter import Consumer, Transfer, current_transfer
 from dask_gpuipc.importer import Importer, failures, importer_of
 from dask_gpuipc.objects import (
     FRAME,
@@ -39,6 +39,7 @@ from dask_gpuipc.objects import (
     put_together,
     take_apart,
 )
+from dask_gpuipc.transfer import Transfer, current_transfer
 from dask_gpuipc.wire import Descriptor, decode, encode
 
 logger = logging.getLogger("distributed.gpuipc")

@@ -30,8 +30,9 @@ from dask_gpuipc.config import Settings
 from dask_gpuipc.endpoint import Endpoint
 from dask_gpuipc.errors import Failure, OpenFailed, Refusal, Refused, WireError
 from dask_gpuipc.exporter import Exporter
-from dask_gpuipc.importer import IdleLimits, Importer, Producer, collecting_failures
+from dask_gpuipc.importer import Importer, collecting_failures
 from dask_gpuipc.memory.host import HostMemory
+from dask_gpuipc.producers import IdleLimits, Producer
 from dask_gpuipc.serialize import loads
 from dask_gpuipc.stats import Statistics
 from dask_gpuipc.testing import Fault, FaultyMemory, ManualClock, faulty_channels, leak_check

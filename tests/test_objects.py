@@ -48,7 +48,7 @@ from dask_gpuipc import GPUIPCPlugin
 from dask_gpuipc.comm import OFFER
 from dask_gpuipc.config import Settings
 from dask_gpuipc.errors import Failure, OpenFailed
-from dask_gpuipc.exporter import Exporter, current_transfer
+from dask_gpuipc.exporter import Exporter
 from dask_gpuipc.importer import Importer
 from dask_gpuipc.memory.base import Memory
 from dask_gpuipc.memory.host import HostMemory
@@ -56,6 +56,7 @@ from dask_gpuipc.objects import Piece, take_apart
 from dask_gpuipc.serialize import dumps, loads, register
 from dask_gpuipc.stats import Statistics
 from dask_gpuipc.testing import Fault, FaultyMemory
+from dask_gpuipc.transfer import current_transfer
 from dask_gpuipc.wire import Ask
 
 __all__ = ["client", "cluster", "shared"]

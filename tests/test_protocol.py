@@ -24,6 +24,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from dask_gpuipc.consumers import Consumer
 from dask_gpuipc.errors import (
     ChannelBroken,
     ChannelFull,
@@ -32,11 +33,13 @@ from dask_gpuipc.errors import (
     Refusal,
     Refused,
 )
-from dask_gpuipc.exporter import Consumer, Exporter, Transfer
-from dask_gpuipc.importer import Importer, Producer
+from dask_gpuipc.exporter import Exporter
+from dask_gpuipc.importer import Importer
 from dask_gpuipc.memory.host import HostMemory
+from dask_gpuipc.producers import Producer
 from dask_gpuipc.stats import Statistics
 from dask_gpuipc.testing import ManualClock, poisoned_arenas
+from dask_gpuipc.transfer import Transfer
 from dask_gpuipc.wire import WIRE_VERSION, Advertisement, Descriptor, Message
 
 PAGE = 4096

@@ -21,9 +21,11 @@ from dask_gpuipc.sharing.shelf import Claim, Entry
 from dask_gpuipc.wire import MAX_MESSAGE, Advertisement, Descriptor, Layout
 
 if TYPE_CHECKING:
-    from dask_gpuipc.exporter import Consumer, Exporter, Transfer
+    from dask_gpuipc.consumers import Consumer
+    from dask_gpuipc.exporter import Exporter
     from dask_gpuipc.memory.base import Preparation
     from dask_gpuipc.sharing.node import Node
+    from dask_gpuipc.transfer import Transfer
 
 PROOF: Final = 5.0
 """Seconds that a visitor has to prove that it can read another GPU's memory."""
