@@ -47,6 +47,7 @@ class Settings:
     host_arena_size: int
     host_resident_limit: int | None
     host_idle_timeout: float
+    host_watch_writes: bool
     cuda_enabled: bool | None
     """None is wherever it can be had."""
     cuda_idle_mappings: int
@@ -96,6 +97,7 @@ class Settings:
             host_arena_size=parse_size("host.arena-size", _get("host.arena-size")),
             host_resident_limit=int(resident * memory_limit) if memory_limit else None,
             host_idle_timeout=_seconds("host.idle-timeout"),
+            host_watch_writes=bool(_get("host.watch-writes")),
             cuda_enabled=None if enabled == "auto" else bool(enabled),
             cuda_idle_mappings=int(_get("cuda.idle-mappings")),
             cuda_idle_timeout=_seconds("cuda.idle-timeout"),

@@ -213,6 +213,7 @@ def _host(settings: Settings) -> Memory:
         limit=settings.pinned_limit,
         resident_limit=settings.host_resident_limit,
         idle_timeout=settings.host_idle_timeout,
+        watch_writes=settings.host_watch_writes,
     )
 
 

@@ -24,6 +24,7 @@ import ctypes
 import errno
 import fcntl
 import itertools
+import logging
 import mmap
 import os
 import threading
@@ -52,12 +53,17 @@ from dask_gpuipc.memory.base import (
     Rung,
 )
 from dask_gpuipc.memory.extents import Extents
+from dask_gpuipc.memory.writes import Watch, Watcher
 from dask_gpuipc.wire import Announce, Layout
+
+logger = logging.getLogger("distributed.gpuipc")
 
 PAGE: Final = mmap.PAGESIZE
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MAX_WRITE: Final = 0x7FFFF000
 """Bytes that one pwrite takes at most (Linux)."""
+WATCHED: Final = 4 << 20
+"""Bytes from which on writes to an array are watched; less is compared as quickly."""
 LOOK_AFTER: Final = 1 << 20
 """Bytes written to slots after which the resident size is looked at again."""
 PUNCH_HOLE: Final = 0x01 | 0x02
@@ -123,9 +129,8 @@ class Arena:
         whole = np.frombuffer(self._map, np.uint8)
         return np.ndarray(layout.shape, dtype, whole, layout.offset, layout.strides)
 
-    def holds(self, offset: int, array: np.ndarray[Any, Any]) -> bool:
-        """Whether a slot has the bytes that `write` would put there. The slot must be in use."""
-        data = _solid_bytes(array)
+    def holds(self, offset: int, data: np.ndarray[Any, Any]) -> bool:
+        """Whether bytes lie at an offset, in a slot that is in use."""
         held: np.ndarray[Any, Any] = np.ndarray(data.shape, data.dtype, self._map, offset)
         one, other = held.ctypes.data, data.ctypes.data
         # A snapshot's array lies in the slot itself.
@@ -174,6 +179,7 @@ class _Slot:
     layout: Layout
     key: int
     ref: weakref.ref[np.ndarray[Any, Any]]
+    watch: Watch | None = None
     uses: int = 1
 
 
@@ -190,6 +196,9 @@ class HostMemory:
         When the process's RSS would exceed this, arenas are kept out of it.
     idle_timeout : float
         Seconds without an export after which free memory is given back.
+    watch_writes : bool
+        Whether the kernel is asked if a large array was changed since it was copied, where it can
+        tell; else its bytes are compared before the copy is used again.
     clock : callable
         Monotonic seconds.
 
@@ -210,8 +219,11 @@ class HostMemory:
         limit: int | None = None,
         resident_limit: int | None = None,
         idle_timeout: float = 5.0,
+        watch_writes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._watch_writes = watch_writes
+        self._watcher: Watcher | None = None
         self._arena_size = _pages(max(arena_size, PAGE))
         self._limit = limit
         self._resident_limit = resident_limit
@@ -309,7 +321,7 @@ class HostMemory:
         dtype = encode_dtype(array.dtype)
         with self._lock:
             self._last_use = self._clock()
-        slot = self._fill(array, dtype, writeable=True)
+        slot = self._fill(array, dtype, writeable=True, watched=False)
         view = slot.arena.view(slot.layout, array.dtype)
         with self._lock:
             if self._slots.get(slot.key) is slot:
@@ -336,13 +348,48 @@ class HostMemory:
         return slot
 
     def _still_holds(self, slot: _Slot, array: np.ndarray[Any, Any]) -> bool:
-        """Whether a slot's bytes are the array's; looking takes no longer than a copy would."""
-        same = slot.arena.holds(slot.offset, _without_broadcast(array))
+        """Whether a slot's bytes are the array's; looking takes no longer than a copy would.
+
+        Where the array is watched and was not written, only its ends are looked at.
+        """
+        data = _solid_bytes(_without_broadcast(array))
+        with self._lock:
+            # Nobody else may take it for unwritten between its renewal and the comparison.
+            watch, slot.watch = slot.watch, None
+        if watch is not None and watch.address != _address(data):
+            watch.end()
+            watch = None
+        parts = [slice(0, data.nbytes)]
+        if watch is not None and not watch.written():
+            parts = [slice(0, watch.head), slice(data.nbytes - watch.tail, data.nbytes)]
+        elif watch is not None:
+            watch.renew()  # before the bytes are looked at
+        same = all(slot.arena.holds(slot.offset + part.start, data[part]) for part in parts)
         with self._lock:
             self._resident = True  # its pages were touched: under pressure they leave again
+            if same:
+                slot.watch = watch
+        if watch is not None and not same:
+            watch.end()
         return same
 
-    def _fill(self, array: np.ndarray[Any, Any], dtype: str, writeable: bool) -> _Slot:
+    def _watch(self, solid: np.ndarray[Any, Any]) -> Watch | None:
+        """Begin to watch a large array, before it is copied; None where that is not possible."""
+        if solid.nbytes < WATCHED or not solid.flags.forc:
+            return None
+        with self._lock:
+            if self._watcher is None and self._watch_writes and not self._closed:
+                try:
+                    self._watcher = Watcher()
+                except MemoryUnavailable as error:
+                    logger.info("Arrays are compared before a copy is used again: %s", error)
+                    self._watch_writes = False
+            watcher = self._watcher
+        return watcher.watch(_address(solid), solid.nbytes) if watcher is not None else None
+
+    def _fill(
+        self, array: np.ndarray[Any, Any], dtype: str, writeable: bool, *, watched: bool = True
+    ) -> _Slot:
         solid = _without_broadcast(array)
         strides = _strides(array, solid)
         room = _pages(solid.nbytes)
@@ -352,6 +399,7 @@ class HostMemory:
             raise Refused(Refusal.NO_MEMORY, f"an arena for {room} bytes: {error}") from error
         layout = Layout(offset, dtype, array.itemsize, array.shape, strides, writeable)
         slot = _Slot(arena, offset, room, layout, id(array), weakref.ref(array))
+        slot.watch = self._watch(solid) if watched else None
         try:
             arena.write(offset, solid, layout, fresh or self._pressed(room))
         except (OSError, MemoryError) as error:
@@ -425,6 +473,8 @@ class HostMemory:
             if self._closed and not arena.live:
                 del self._arenas[arena.allocation.id]
                 arena.close()
+        if slot.watch is not None:
+            slot.watch.end()
 
     def protects(self, array: np.ndarray[Any, Any]) -> bool:
         """Always: read-only pages are mapped for reading."""
@@ -518,10 +568,13 @@ class HostMemory:
         """Close the arenas that no lease holds; the others follow with their last lease."""
         with self._lock:
             self._closed = True
+            watcher, self._watcher = self._watcher, None
             for number, arena in list(self._arenas.items()):
                 if not arena.live:
                     del self._arenas[number]
                     arena.close()
+        if watcher is not None:
+            watcher.close()
 
 
 @dataclass(eq=False, slots=True)
@@ -629,6 +682,10 @@ def flat(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _solid_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The bytes of an array as they lie in a slot: in its own order, or else in C order."""
     return flat(array if array.flags.forc else np.ascontiguousarray(array))
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def _without_broadcast(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -190,6 +190,7 @@ def _make_memory(kind: str, settings: Settings) -> Memory:
             arena_size=settings.host_arena_size,
             limit=settings.pinned_limit,
             idle_timeout=settings.host_idle_timeout,
+            watch_writes=settings.host_watch_writes,
         )
     try:
         from dask_gpuipc.memory.cuda import CudaMemory
