@@ -24,6 +24,8 @@ from dask_gpuipc.demo.clusters import interrupts_held
 from dask_gpuipc.worker_plugin import NAME
 
 SIDES: Final = ("plain", "plugin", "plugin-copy", "plugin-share", "plugin-host", "ucx")
+# Of two replicas of a chunk the active memory manager drops one, perhaps the measured source.
+SETTINGS: Final = {"DASK_DISTRIBUTED__SCHEDULER__ACTIVE_MEMORY_MANAGER__START": "False"}
 PATIENCE: Final = 120.0
 """Seconds for a cluster to start, and for a dropped chunk to be gone."""
 
@@ -137,7 +139,10 @@ def _started(
     command = [sys.executable, "-m", f"distributed.cli.{program}", *arguments]
     with open(log, "ab") as output:
         process = subprocess.Popen(
-            command, env={**os.environ, **(environment or {})}, stdout=output, stderr=output
+            command,
+            env={**os.environ, **SETTINGS, **(environment or {})},
+            stdout=output,
+            stderr=output,
         )
     try:
         yield
