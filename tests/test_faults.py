@@ -56,7 +56,7 @@ Register = Callable[..., Client]
 Errors = Callable[[], list[str]]
 
 OFFLOADED = 2 << 20
-"""Elements of an array of 16 MiB, which Dask serializes on its offload thread."""
+"""Elements of an array of 16 MiB: an answer with two is written on Dask's offload thread."""
 
 
 def transfer(client: Client, seed: int) -> None:
@@ -198,7 +198,8 @@ def test_an_allocation_that_failed_is_denied_until_it_goes(
 def pass_time(seconds: float, dask_worker: Worker) -> None:
     clock = ManualClock(time.monotonic())
     clock.advance(seconds)
-    dask_worker.plugins["gpuipc"].endpoint.exporter._clock = clock
+    for consumer in dask_worker.plugins["gpuipc"].endpoint.exporter._consumers.values():
+        consumer._clock = clock
 
 
 def test_bad_luck_denies_when_it_is_repeated_and_for_a_while(

@@ -263,7 +263,7 @@ def test_spilling_while_an_answer_is_written(faulty: Callable[..., Client]) -> N
     """The chunk goes to disk when its copy is made, but not yet offered."""
     client = faulty(Fault("handle", hold=Gate("offer")))
     a, b, _ = addresses(client)
-    n = 2 * MIB  # 16 MiB: serialized on the offload thread, so that the loop goes on
+    n = 4 * MIB  # 32 MiB: serialized on the offload thread, so that the loop goes on
     source = client.submit(make, n, workers=[a], pure=False)
     wait(source)
     good = client.submit(same, source, n, 0, workers=[b], pure=False)

@@ -128,7 +128,7 @@ def test_the_loop_goes_on_while_a_mapping_is_closed(slow: Client) -> None:
 
 
 OFFLOADED = 2 << 20
-"""Elements of an array of 16 MiB: an answer with it is written on Dask's offload thread."""
+"""Elements of an array of 16 MiB: an answer with two is written on Dask's offload thread."""
 
 
 def test_the_loop_goes_on_while_an_allocation_is_opened_ahead(slow: Client) -> None:
