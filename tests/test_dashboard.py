@@ -232,10 +232,15 @@ def test_a_preloading_scheduler_has_the_page_and_workers_that_share(tmp_path: Pa
             page = fetched(f"http://127.0.0.1:{services['dashboard']}/gpuipc")
             assert 'id="gpuipc-fluid"' in page
     finally:
+        # One after the other: a worker that gets SIGTERM while its scheduler closes it can hang in
+        # distributed, with the plugin or without.
         for process in reversed(processes):
             process.terminate()
-        for process in processes:
-            process.wait(30)
+            try:
+                process.wait(30)
+            finally:
+                process.kill()
+                process.wait()
 
 
 # -- without a browser ----------------------------------------------------------------------------
